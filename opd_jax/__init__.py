@@ -1,0 +1,1 @@
+"""opd_jax: GRPO and on-policy distillation of language models, with every FLOP counted."""

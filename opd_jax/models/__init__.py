@@ -1,0 +1,1 @@
+"""One transformer for all model families. The only package that imports linen."""
