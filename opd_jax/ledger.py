@@ -1,0 +1,145 @@
+"""The ledger: exact training FLOPs, by phase.
+
+A multiply-add counts 2. Matmuls and attention products are counted, all else (norms, softmax,
+rotary, sampling noise) is not: it is under 1% at any real width. Attention is causal and exact: a
+query that sees t keys costs 4 * N * H * E * t. The unembedding is counted at the positions where it
+runs, the embedding lookup costs nothing.
+
+What is executed once is counted once: a prompt's forward pass serves all its samples, in sampling,
+in scoring and in the update. Lengths are the real ones: padding and rows that wait for others to
+stop are the machine's business, not the method's.
+
+    prefill          each unique prompt, and one unembedding for its first token
+    decode           every completion token but the last runs once, each with an unembedding
+    teacher_score    one forward of the teacher over prompts and completions
+    reference_score  the same for a reference model
+    old_logprob      the same for the behaviour policy, where it is recomputed
+    update           three forwards of the student (forward, and two for the backward pass)
+    generation       rollouts of another model that are trained on (cold start)
+    discarded        sampling whose rows were thrown away, moved here from the phases above
+    evaluation       apart: not part of the cost of training
+    remat            aside: what the backward pass computes again; hardware, not model FLOPs
+
+Source: the conventions of NeMo-RL and PaLM's appendix B, with the real head size and causal halves.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from opd_jax.models.config import ModelConfig
+
+TRAINING = (
+    "prefill",
+    "decode",
+    "teacher_score",
+    "reference_score",
+    "old_logprob",
+    "update",
+    "generation",
+    "discarded",
+)
+ASIDE = ("evaluation", "remat")
+
+
+@dataclasses.dataclass
+class Ledger:
+    """Cumulative FLOPs by phase of one stage. Python floats: exact up to 2**53, then to 16 digits."""
+
+    flops: dict[str, float] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(TRAINING + ASIDE, 0.0)
+    )
+
+    def add(self, phase: str, flops: float) -> None:
+        """Books FLOPs under a phase.
+
+        Raises:
+          ValueError: there is no such phase.
+        """
+        if phase not in self.flops:
+            raise ValueError(f"unknown ledger phase {phase!r}; one of {', '.join(self.flops)}")
+        self.flops[phase] += float(flops)
+
+    def discard(self, phase: str, flops: float) -> None:
+        """Moves FLOPs that were booked under `phase` to `discarded`; the total stays."""
+        self.add(phase, -flops)
+        self.add("discarded", flops)
+
+    @property
+    def total(self) -> float:
+        """Training FLOPs of all phases; evaluation and recomputation are not training cost."""
+        return sum(self.flops[phase] for phase in TRAINING)
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint."""
+        return dict(self.flops)
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Goes on from a checkpoint."""
+        self.flops = dict.fromkeys(TRAINING + ASIDE, 0.0) | state
+
+
+def linear_per_token(c: ModelConfig) -> int:
+    """Projections and gated MLP of all layers, one token, one forward."""
+    attention = 2 * c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return c.num_layers * (attention + 6 * c.embed_dim * c.mlp_dim)
+
+
+def head_per_token(c: ModelConfig) -> int:
+    """The unembedding at one position."""
+    return 2 * c.embed_dim * c.vocab_size
+
+
+def blocks(c: ModelConfig, before: np.ndarray, count: np.ndarray) -> float:
+    """One forward of the layers over `count` tokens that each follow `before` earlier ones.
+
+    Token i of a run (from 1) sees `before + i` keys, itself included.
+
+    Args:
+      c: the model.
+      before: tokens already in context, per sequence.
+      count: tokens run, per sequence.
+    """
+    before, count = np.asarray(before, np.float64), np.asarray(count, np.float64)
+    keys = count * before + count * (count + 1) / 2
+    per_key = 4 * c.num_layers * c.num_heads * c.head_dim
+    return float(np.sum(count) * linear_per_token(c) + np.sum(keys) * per_key)
+
+
+def prefill(c: ModelConfig, prompt_P: np.ndarray) -> float:
+    """Each prompt of `prompt_P` tokens once, and one unembedding each."""
+    return blocks(c, np.zeros_like(prompt_P), prompt_P) + len(prompt_P) * head_per_token(c)
+
+
+def decode(c: ModelConfig, prompt_B: np.ndarray, length_B: np.ndarray) -> float:
+    """Completions of `length_B` tokens: all but the last run, and each predicts one more."""
+    run_B = np.maximum(np.asarray(length_B) - 1, 0)
+    return blocks(c, prompt_B, run_B) + float(np.sum(run_B)) * head_per_token(c)
+
+
+def score(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
+    """One forward over prompts (once each) and completions, unembedding every completion token.
+
+    Args:
+      c: the model that scores.
+      prompt_P: prompt lengths; rows are prompt-major, as everywhere.
+      length_B: completion lengths, B a multiple of P.
+    """
+    length_B = np.asarray(length_B)
+    prompt_B = np.repeat(prompt_P, len(length_B) // len(prompt_P))
+    run_B = np.maximum(length_B - 1, 0)
+    layers = blocks(c, np.zeros_like(prompt_P), prompt_P) + blocks(c, prompt_B, run_B)
+    return layers + float(np.sum(length_B)) * head_per_token(c)
+
+
+def update(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
+    """Forward and backward of the student: three times its score."""
+    return 3 * score(c, prompt_P, length_B)
+
+
+def remat(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
+    """What a full rematerialisation of the layers adds: one more forward of them."""
+    if c.remat == "none":
+        return 0.0
+    heads = float(np.sum(length_B)) * head_per_token(c)
+    return score(c, prompt_P, length_B) - heads

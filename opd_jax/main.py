@@ -1,0 +1,47 @@
+"""Runs a config: `python -m opd_jax.main --config=configs/quickstart.py --workdir=runs/quickstart`.
+
+This file only reads flags and starts the pipeline, so that everything else can be imported and
+tested. Any field of a config can be set on the command line, e.g. `--config.seed=1` or
+`--config.stages.merge.steps=20`. Starting again with the same workdir goes on where it stopped.
+"""
+
+import sys
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from opd_jax import config as config_lib
+from opd_jax import pipeline, train
+from opd_jax.infra import distributed
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config file.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory for everything that the run writes.")
+
+
+def main(argv: list[str]) -> None:
+    """Parses the config, prepares the machine, runs the pipeline, prints the summary."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument(s): {' '.join(argv[1:])}")
+    jax.config.config_with_absl
+    try:
+        experiment = config_lib.parse(_CONFIG.value)
+        distributed.start(experiment.runtime.multihost)
+        distributed.require_platform(experiment.runtime.platform or None)
+        distributed.enable_compilation_cache(experiment.runtime.compilation_cache or None)
+        print(pipeline.run(experiment, _WORKDIR.value))
+    except train.Stopped:
+        logging.warning("stopped on request; start again with the same --workdir to go on")
+    except (ValueError, OSError, RuntimeError, train.NonFiniteError) as error:
+        logging.debug("traceback", exc_info=True)
+        sys.exit(f"error: {error}")
+
+
+def cli() -> None:
+    """Entry point."""
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
+
+
+if __name__ == "__main__":
+    cli()

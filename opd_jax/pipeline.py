@@ -1,0 +1,244 @@
+"""The plan: stages in order, who starts from whom, who teaches whom; resumable at any point.
+
+A stage that has a result.json is skipped, one that has a checkpoint goes on from it. Nothing is
+decided by what happens to lie in the workdir: a changed config is refused.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from opd_jax import domains, guards, report, train
+from opd_jax.algorithms import Context
+from opd_jax.config import Experiment, Stage
+from opd_jax.core import sharding, tree
+from opd_jax.data import prompts as prompt_data
+from opd_jax.data import tokenizer as tokenizers
+from opd_jax.data.problem import Problem
+from opd_jax.evaluate import Evaluator
+from opd_jax.infra import distributed
+from opd_jax.infra.preemption import StopSignal
+from opd_jax.infra.writer import require_writable
+from opd_jax.models.config import ModelConfig
+from opd_jax.rollout import Sampling
+from opd_jax.teachers import Weights, model_config
+
+# Packages whose version may change a number.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+# Sections of a config that change how a run is carried out but not what it computes.
+FREE_SECTIONS = ("runtime", "mesh")
+
+
+def run(experiment: Experiment, workdir: str) -> str:
+    """Runs every stage that is not finished and writes the report.
+
+    Args:
+      experiment: the parsed config.
+      workdir: a directory for this experiment alone; any path that epath takes.
+
+    Returns:
+      The summary table.
+
+    Raises:
+      ValueError: the config is wrong, or is not the one that the workdir was started with.
+      train.Stopped: a signal asked for it; the next start goes on.
+    """
+    directory = epath.Path(workdir)
+    require_writable(directory)
+    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
+    with jax.set_mesh(mesh), StopSignal() as stop:
+        guards.check_experiment(experiment, guards.batch_shards(mesh))
+        record_plan(experiment, directory)
+        runner = _Runner(experiment, directory, mesh, stop)
+        for name in experiment.plan:
+            if (directory / name / "result.json").exists():
+                logging.info("stage %s is finished: skipped", name)
+                continue
+            runner.run(name)
+            if distributed.is_writer():
+                report.write(directory)
+    return report.write(directory) if distributed.is_writer() else ""
+
+
+class _Runner:
+    """Prepares the stages of an experiment: models, problems, weights, teachers."""
+
+    def __init__(self, experiment, directory, mesh, stop):
+        self.x, self.directory, self.mesh, self.stop = experiment, directory, mesh, stop
+        self.tokenizer = tokenizers.load(experiment.tokenizer)
+        self.models: dict[str, ModelConfig] = {}
+        for name, settings in experiment.models.items():
+            self.models[name] = model_config(settings, self.tokenizer.vocab_size)
+            guards.check_model(self.models[name], name, self.tokenizer)
+        self.weights = Weights(experiment, directory, mesh, self.models)
+        self.problems: dict[tuple[str, str], list[Problem]] = {}
+
+    def run(self, name: str) -> None:
+        """Prepares one stage, checks it on the real weights, and trains it."""
+        x, stage = self.x, self.x.stages[name]
+        field, config = f"stages.{name}", self.models[stage.model]
+        columns = max(x.prompt_buckets) + stage.sampling.max_new_tokens
+        guards.check_length(config, field, columns)
+        quotas = prompt_data.quotas(stage.domains, stage.prompts)
+        guards.check_ranges(stage, field, quotas, guards.batch_shards(self.mesh))
+        params = self.weights.initial(name)
+        teachers = self.weights.teachers(name)
+        for domain, teacher in teachers.items():
+            guards.check_teacher(
+                teacher, f"{field}.teachers.{domain}", config, self.tokenizer, columns
+            )
+        context = Context(
+            stage=stage,
+            seed=x.seed,
+            config=config,
+            mesh=self.mesh,
+            tokenizer=self.tokenizer,
+            ranges=ranges(quotas),
+            teachers=teachers,
+            reference=tree.copy(params) if stage.grpo.kl_coefficient else None,
+        )
+        problems = {domain: self.load(domain, "train") for domain in quotas}
+        if stage.algorithm != "sft":
+            self.check_ratio(context, params, problems, quotas)
+        job = train.Job(
+            name=name,
+            context=context,
+            params=params,
+            problems=problems,
+            quotas=quotas,
+            evaluator=self.evaluator(stage, config),
+            checkpoint=x.checkpoint,
+            buckets=x.prompt_buckets,
+            progress_seconds=x.runtime.progress_seconds,
+            directory=self.directory / name,
+            meta={
+                "model": dataclasses.asdict(config),
+                "init": stage.init,
+                "teachers": {domain: t.manifest for domain, t in teachers.items()},
+            },
+        )
+        train.run(job, self.stop)
+
+    def load(self, domain: str, split: str) -> list[Problem]:
+        """The problems of a domain that fit the prompt buckets; those that do not are counted."""
+        if (domain, split) not in self.problems:
+            d = self.x.domains[domain]
+            data_dir = str(epath.Path(self.x.runtime.data_dir).expanduser())
+            found = domains.load(d.source, split, d.levels, data_dir)
+            kept, dropped = prompt_data.fit_prompts(
+                found, self.tokenizer, max(self.x.prompt_buckets), self.x.prompt_overflow
+            )
+            if dropped:
+                logging.warning(
+                    "domain %s, %s: %d of %d prompts are longer than %d tokens and were dropped",
+                    domain, split, dropped, len(found), max(self.x.prompt_buckets),
+                )  # fmt: skip
+            self.problems[domain, split] = kept
+        return self.problems[domain, split]
+
+    def evaluator(self, stage: Stage, config: ModelConfig) -> Evaluator:
+        """Held-out problems of the stage's domains; every stage sees the same ones of a domain."""
+        s = self.x.evaluation
+        wanted = {"validation": s.validation_problems, "test": s.test_problems}
+        return Evaluator(
+            config=config,
+            mesh=self.mesh,
+            tokenizer=self.tokenizer,
+            problems={
+                split: {d: some(self.load(d, split), count) for d in self.held_out(stage)}
+                for split, count in wanted.items()
+            },
+            settings=s,
+            max_new_tokens=stage.sampling.max_new_tokens,
+            buckets=self.x.prompt_buckets,
+            seed=self.x.seed,
+        )
+
+    def held_out(self, stage: Stage) -> Sequence[str]:
+        """A stage is measured on the domains that it trains on."""
+        return tuple(stage.domains)
+
+    def check_ratio(self, context, params, problems, quotas) -> None:
+        """The sampler and the scorer on the real weights, on the stage's first prompts."""
+        batch = next(prompt_data.PromptStream(problems, quotas, self.x.seed))
+        names = sorted({p.domain for p in batch})
+        prompt = prompt_data.encode_prompts(
+            batch, names, self.tokenizer, buckets=self.x.prompt_buckets
+        )
+        worst = guards.check_ratio(context, params, sharding.put(self.mesh, prompt))
+        logging.info("sampler and scorer agree within %.2g nats", worst)
+
+
+def ranges(quotas: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """First and last-plus-one prompt of each domain in a batch, e.g. {a: (0, 24), b: (24, 32)}."""
+    ends = np.cumsum(list(quotas.values())).tolist()
+    return {d: (end - quotas[d], end) for d, end in zip(quotas, ends, strict=True)}
+
+
+def some(problems: Sequence[Problem], count: int) -> list[Problem]:
+    """`count` problems, or all if there are fewer; always the same ones, of all levels alike."""
+    order = np.random.default_rng(0).permutation(len(problems))[:count]
+    return [problems[i] for i in sorted(order)]
+
+
+def record_plan(experiment: Experiment, directory: epath.Path) -> None:
+    """Writes plan.json at the first start; at a later one, refuses another config.
+
+    Raises:
+      ValueError: lists every key that differs.
+    """
+    config = json.loads(json.dumps(dataclasses.asdict(experiment)))
+    path = directory / "plan.json"
+    if path.exists():
+        differing = config_differences(json.loads(path.read_text())["config"], config)
+        if differing:
+            raise ValueError(
+                f"{directory} was started with another config; use a new workdir, or restore:\n  "
+                + "\n  ".join(differing)
+            )
+        return
+    plan = {
+        "name": experiment.name,
+        "seed": experiment.seed,
+        "config": config,
+        "versions": versions(),
+        "stages": [
+            {"name": name}
+            | {k: config["stages"][name][k] for k in ("algorithm", "init", "domains", "teachers")}
+            for name in experiment.plan
+        ],
+        "routes": config["routes"],
+        "baseline": experiment.baseline,
+    }
+    if distributed.is_writer():
+        path.write_text(json.dumps(plan, indent=1))
+
+
+def config_differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Every key whose value differs, sections that change no result left out."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [k for k in sorted({*old, *new}) if path or k not in FREE_SECTIONS]
+        return [
+            line
+            for k in keys
+            for line in config_differences(
+                old[k] if k in old else "(absent)",
+                new[k] if k in new else "(absent)",
+                f"{path}.{k}".lstrip("."),
+            )
+        ]
+    return [] if old == new else [f"{path}: was {old!r}, is {new!r}"]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what may change a number, and of Python."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return found | {"python": platform.python_version(), "backend": jax.default_backend()}

@@ -1,0 +1,169 @@
+"""Figures of what happened while training: reward, KL, lengths, and student beside teacher."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import ticker
+from matplotlib.axes import Axes
+
+from opd_jax import report_figure
+from opd_jax.report_figure import Plot
+from opd_jax.report_records import Records, StageRecords
+
+MOST_POINTS = 400
+LOG_BEYOND = 4  # A stage this many times longer than another puts updates on a log axis.
+
+STUDENT, TEACHER = "-", (0, (3, 1.5))
+TEACHER_COLOURS = (
+    report_figure.BLUE,
+    report_figure.VERMILLION,
+    report_figure.GREEN,
+    report_figure.PURPLE,
+    report_figure.ORANGE,
+    report_figure.SKY,
+)
+# Panel title, y label, and the metrics in it with their line styles.
+OPD_PANELS = (
+    ("overlap ratio: should rise", "share of top-k", (("overlap_ratio", STUDENT),)),
+    ("overlap-token advantage: toward 0", "nats", (("overlap_advantage", STUDENT),)),
+    (
+        "mass on the overlap: near 100%",
+        "probability",
+        (("overlap_mass_student", STUDENT), ("overlap_mass_teacher", TEACHER)),
+    ),
+    (
+        "entropy (dashed: teacher)",
+        "nats",
+        (("entropy_student", STUDENT), ("entropy_teacher", TEACHER)),
+    ),
+    ("entropy gap: should close", "nats", (("entropy_gap", STUDENT),)),
+)
+
+
+def draw(records: Records, colours: Mapping[str, str]) -> Iterator[Plot]:
+    """The figures over updates; call it within the report's style.
+
+    Args:
+        records: the run.
+        colours: one colour per stage.
+    """
+    policies = [stage for stage in records.stages.values() if stage.algorithm != "sft"]
+    yield from _rewards(policies, colours)
+    yield from _lengths(policies, colours)
+    for stage in policies:
+        if stage.algorithm == "opd":
+            yield from _overlaps(stage, colours)
+
+
+def _rewards(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> Iterator[Plot]:
+    panels = {"reward": "mean reward", "kl": "nats per token", "entropy": "nats per token"}
+    titles = {"reward": "reward: should rise", "kl": "KL", "entropy": "entropy of the policy"}
+    logged = [m for m in panels if any(stage.series(m)[0].size for stage in policies)]
+    if not logged:
+        return
+    figure, axes = report_figure.grid(len(logged), len(logged), 3.1)
+    for panel, metric in zip(axes, logged, strict=True):
+        for stage in policies:
+            _line(panel, *stage.series(metric), color=colours[stage.name], label=stage.name)
+        panel.set_title(titles[metric])
+        panel.set_ylabel(panels[metric])
+        _updates_axis(panel, policies)
+    report_figure.legend_below(figure, axes)
+    yield report_figure.render(
+        figure,
+        "Reward and KL over training: a curve still rising at its end was stopped too early",
+        "Thin: every update; thick: running mean. KL is to the reference under GRPO and to the "
+        "teacher under OPD, where it should fall.",
+    )
+
+
+def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> Iterator[Plot]:
+    domains = list(dict.fromkeys(d for s in policies for d in s.teacher_names("length")))
+    if not domains:
+        return
+    figure, axes = report_figure.grid(2 * len(domains), len(domains), 2.5, sharey="row")
+    rows = (("length", "tokens per answer"), ("truncated", "share of answers cut off"))
+    for place, panel in enumerate(axes):
+        metric, label = rows[place // len(domains)]
+        domain = domains[place % len(domains)]
+        for stage in policies:
+            series = stage.series(f"{metric}/{domain}")
+            _line(panel, *series, color=colours[stage.name], label=stage.name)
+        _updates_axis(panel, policies)
+        if metric == "length":
+            panel.set_title(domain)
+            panel.set_xlabel("")
+        else:
+            report_figure.percent_axis(panel.yaxis)
+        if place % len(domains) == 0:
+            panel.set_ylabel(label)
+    report_figure.legend_below(figure, axes)
+    yield report_figure.render(
+        figure,
+        "Answer length and truncation: growth without more reward is padding",
+        "Completion tokens, the stop token included, and the share of answers that hit the limit; "
+        "thin: every update, thick: running mean.",
+    )
+
+
+def _overlaps(stage: StageRecords, colours: Mapping[str, str]) -> Iterator[Plot]:
+    teachers = stage.teacher_names("overlap_ratio")
+    if not teachers:
+        return
+    figure, axes = report_figure.grid(len(OPD_PANELS) + 1, 3, 2.7)
+    for panel, (title, label, metrics) in zip(axes[:-1], OPD_PANELS, strict=True):
+        for place, teacher in enumerate(teachers):
+            spare = TEACHER_COLOURS[place % len(TEACHER_COLOURS)]
+            colour = colours.get(teacher.removeprefix("stage:").split("@")[0], spare)
+            for metric, style in metrics:
+                name = teacher if style is STUDENT else None
+                series = stage.series(f"{metric}/{teacher}")
+                _line(panel, *series, color=colour, linestyle=style, label=name)
+        panel.set_title(title, fontsize=9.5)
+        panel.set_ylabel(label)
+    _line(axes[-1], *stage.series("grad_norm"), color=report_figure.GREY, label=None)
+    axes[-1].set_title("gradient norm", fontsize=9.5)
+    axes[-1].set_ylabel("L2 norm")
+    for panel in (axes[0], axes[2]):
+        report_figure.percent_axis(panel.yaxis)
+    for panel in axes:
+        _updates_axis(panel, [stage])
+    report_figure.legend_below(figure, axes)
+    yield report_figure.render(
+        figure,
+        f"{stage.name}: is the student taking over its teachers' ways?",
+        "One colour per teacher, on the student's own samples; solid is the student, dashed the "
+        "teacher. An advantage near 0 means agreement only if overlap and mass are high too.",
+    )
+
+
+def _line(axes: Axes, step_T: np.ndarray, value_T: np.ndarray, **style: Any) -> None:
+    """A logged series: every update thin, its running mean thick."""
+    known_T = np.isfinite(value_T)
+    if not known_T.any():
+        return
+    step_T, value_T = step_T[known_T], value_T[known_T]
+    stride = -(-step_T.size // MOST_POINTS)
+    thin = {key: value for key, value in style.items() if key != "label"}
+    smooth_T = running_mean(value_T, step_T.size // 12)
+    axes.plot(step_T[::stride], value_T[::stride], alpha=0.28, linewidth=0.8, **thin)
+    axes.plot(step_T[::stride], smooth_T[::stride], **style)
+
+
+def running_mean(value_T: np.ndarray, half: int) -> np.ndarray:
+    """Mean over `half` neighbours on each side, over fewer at the ends."""
+    total_T = np.concatenate([[0.0], np.cumsum(value_T)])
+    index_T = np.arange(value_T.size)
+    low_T = np.maximum(index_T - half, 0)
+    high_T = np.minimum(index_T + half + 1, value_T.size)
+    return (total_T[high_T] - total_T[low_T]) / (high_T - low_T)
+
+
+def _updates_axis(axes: Axes, stages: Sequence[StageRecords]) -> None:
+    axes.set_xlabel("updates")
+    lengths = [len(stage.metrics) for stage in stages if stage.metrics]
+    if lengths and max(lengths) > LOG_BEYOND * min(lengths):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())

@@ -1,0 +1,163 @@
+"""The scorer: from hidden states and an unembedding table to log-probs, entropies and top-k.
+
+One scorer serves the teacher, the reference, the behaviour check and, with gradient, the student in
+every loss. It works in tiles of rows that each cover the whole vocabulary: inside a tile everything
+is a plain reduction over logits, and then the tile is dropped. `[B, R, V]` never exists; the largest
+array is one tile of fp32 logits, and in the backward pass that tile is computed again.
+
+Under a mesh whose `tensor` axis shards the vocabulary, reductions become partial ones (a maximum and
+a sum per shard); only gathers and top-k need care, and they exchange k numbers per row, never logits.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opd_jax.core import sharding
+from opd_jax.core.types import Scores
+
+# Logits of one tile, fp32: enough rows to keep a matmul efficient, few enough to stay small.
+TILE_BYTES = 64 * 2**20
+MIN_TILE_ROWS, MAX_TILE_ROWS = 1024, 8192
+
+
+def logits(hidden_BCD: jax.Array, table_VD: jax.Array, temperature: float = 1.0) -> jax.Array:
+    """fp32 logits `[B, C, V]` of some columns, divided by the temperature; vocabulary-sharded."""
+    z_BCV = jnp.einsum(
+        "BCD,VD->BCV",
+        hidden_BCD,
+        table_VD.astype(hidden_BCD.dtype),
+        out_sharding=sharding.spec("batch", "time", "vocab"),
+        preferred_element_type=jnp.float32,
+    )
+    return z_BCV if temperature == 1.0 else z_BCV / temperature
+
+
+def pick(x_BCV: jax.Array, ids_BCk: jax.Array) -> jax.Array:
+    """`x[b, c, ids[b, c, k]]` along the vocabulary, `[B, C, k]`, without moving it.
+
+    Each vocabulary shard looks up the ids that fall into it and contributes zero for the others.
+    """
+
+    def shard(x_BCV, ids_BCk):
+        local = ids_BCk - jax.lax.axis_index("tensor") * x_BCV.shape[-1]
+        here = (local >= 0) & (local < x_BCV.shape[-1])
+        found = jnp.take_along_axis(x_BCV, jnp.where(here, local, 0), axis=-1)
+        return jax.lax.psum(jnp.where(here, found, 0), "tensor")
+
+    rows = sharding.spec("batch", None, None)
+    in_specs = (sharding.spec("batch", None, "vocab"), rows)
+    return jax.shard_map(shard, in_specs=in_specs, out_specs=rows)(x_BCV, ids_BCk)
+
+
+def top(x_BCV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest values along the vocabulary and their ids, `[B, C, k]`, largest first. Exact.
+
+    Each vocabulary shard offers its own k; the winners are chosen among k candidates per shard.
+    """
+    if k > x_BCV.shape[-1]:
+        raise ValueError(f"top_k={k} is more than the vocabulary, {x_BCV.shape[-1]} tokens")
+
+    def shard(x_BCV):
+        value, index = jax.lax.top_k(x_BCV, min(k, x_BCV.shape[-1]))
+        index = index + jax.lax.axis_index("tensor") * x_BCV.shape[-1]
+        return value, index
+
+    candidates = sharding.spec("batch", None, "vocab")
+    rows = sharding.spec("batch", None, None)
+    value, index = jax.shard_map(shard, in_specs=candidates, out_specs=(candidates,) * 2)(x_BCV)
+    value, index = jax.sharding.reshard((value, index), rows)
+    if value.shape[-1] == k:
+        return value, index
+    value, best = jax.shard_map(
+        lambda v: tuple(jax.lax.top_k(v, k)), in_specs=rows, out_specs=(rows, rows)
+    )(value)
+    return value, jax.shard_map(
+        functools.partial(jnp.take_along_axis, axis=-1), in_specs=(rows, rows), out_specs=rows
+    )(index, best)
+
+
+def entropy(z_BCV: jax.Array, lse_BC: jax.Array) -> jax.Array:
+    """Entropy in nats, `sum p (lse - z)`: no cancellation, and a logit of -inf adds exactly 0."""
+    gap_BCV = jnp.where(jnp.isneginf(z_BCV), 0, lse_BC[..., None] - z_BCV)
+    return jnp.sum(jnp.exp(z_BCV - lse_BC[..., None]) * gap_BCV, axis=-1)
+
+
+def score_logits(z_BCV: jax.Array, tokens_BC: jax.Array, top_k: int = 0) -> Scores:
+    """Scores of one tile of logits; the reference for any faster kernel."""
+    lse_BC = jax.nn.logsumexp(z_BCV, axis=-1)
+    logp_BC = pick(z_BCV, tokens_BC[..., None])[..., 0] - lse_BC
+    if top_k:
+        value_BCk, ids_BCk = top(jax.lax.stop_gradient(z_BCV), top_k)
+    else:
+        value_BCk, ids_BCk = z_BCV[..., :0], tokens_BC[..., None][..., :0]
+    top_logp_BCk = value_BCk - jax.lax.stop_gradient(lse_BC)[..., None]
+    return Scores(logp_BC, entropy(z_BCV, lse_BC), ids_BCk, top_logp_BCk)
+
+
+def score(
+    hidden_BRD: jax.Array,
+    table_VD: jax.Array,
+    tokens_BR: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    tile_rows: int | None = None,
+) -> Scores:
+    """Scores of given tokens under a model, in tiles.
+
+    Args:
+      hidden_BRD: final hidden states that predict the tokens, any float dtype.
+      table_VD: unembedding, fp32 (cast to the hidden states' dtype; accumulation is fp32).
+      tokens_BR: int32 ids to score.
+      temperature: logits are divided by it, as the sampler divides them; a number, not traced.
+      top_k: size of the top-k set to report; 0 for none. No gradient flows into it.
+      tile_rows: positions per tile; None chooses by the size of the vocabulary.
+
+    Returns:
+      Scores, fp32. Differentiable in `hidden_BRD` and `table_VD` through log-probs and entropy.
+    """
+
+    def tile(hidden_BCD, tokens_BC):
+        return score_logits(logits(hidden_BCD, table_VD, temperature), tokens_BC, top_k)
+
+    return map_tiles(tile, (hidden_BRD, tokens_BR), table_VD.shape[0], tile_rows)
+
+
+def map_tiles(
+    tile: Callable[..., Any], arrays: tuple[Any, ...], vocab: int, tile_rows: int | None = None
+) -> Any:
+    """Applies `tile` to runs of columns of arrays `[B, R, ...]` and joins the results.
+
+    Several columns of all B rows make one tile, so a tile holds rows of every shard of the batch.
+    What a tile computes is not kept for the backward pass; it is computed again (except where one
+    tile is all there is).
+
+    Args:
+      tile: maps `[B, C, ...]` arrays to a tree of `[B, C, ...]` arrays.
+      arrays: trees of inputs with leading axes `[B, R]`.
+      vocab: width of the logits that a tile makes.
+      tile_rows: positions per tile; None chooses.
+    """
+    B, R = jax.tree.leaves(arrays)[0].shape[:2]
+    if tile_rows is None:
+        tile_rows = min(max(TILE_BYTES // (4 * vocab), MIN_TILE_ROWS), MAX_TILE_ROWS)
+        tile_rows *= sharding.axis_size(sharding.BATCH)
+    C = min(R, max(1, tile_rows // B))
+    if C == R:
+        return tile(*arrays)
+    count = -(-R // C)
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, count * C - R)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, count, C, *x.shape[2:]), 1, 0)
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(B, count * C, *x.shape[3:])[:, :R]
+
+    step = jax.checkpoint(lambda _, xs: (None, tile(*xs)))
+    _, out = jax.lax.scan(step, None, jax.tree.map(split, arrays))
+    return jax.tree.map(join, out)
