@@ -7,7 +7,6 @@ tested. Any field of a config can be set on the command line, e.g. `--config.see
 
 import sys
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -23,7 +22,6 @@ def main(argv: list[str]) -> None:
     """Parses the config, prepares the machine, runs the pipeline, prints the summary."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument(s): {' '.join(argv[1:])}")
-    jax.config.config_with_absl
     try:
         experiment = config_lib.parse(_CONFIG.value)
         distributed.start(experiment.runtime.multihost)

@@ -148,9 +148,9 @@ def cards(found: Mapping[str, Any]) -> list[dict[str, str]]:
     if comparison["saving"] is not None:
         interval = report_tables.spoken(comparison["saving_ci95"], signed=True)
         show("saving at equal accuracy", percent(comparison["saving"], signed=True), interval)
-    show("target accuracy", percent(comparison["target_accuracy"]), "reached by both routes")
-    for name, spent in comparison["flops"].items():
-        show("compute to get there", flops(spent), name)
+        show("target accuracy", percent(comparison["target_accuracy"]), "reached by both routes")
+        for name, spent in comparison["flops"].items():
+            show("compute to get there", flops(spent), name)
     show("distillation share", percent(comparison["distill_share"]), "of the experts' compute")
     if comparison["recovery"] is not None:
         interval = report_tables.spoken(comparison["recovery"]["ci95"])
@@ -169,7 +169,6 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     parts = [f"seed {found['seed']}"]
     if found["measure"]["samples"] is not None:
         parts.append(f"accuracy is {report_tables.measure(found)} on the test split")
-    parts += [f"{name} {version}" for name, version in found["versions"].items()]
     return " · ".join(parts)
 
 

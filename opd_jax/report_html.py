@@ -16,7 +16,7 @@ _STYLE = """
 body { margin: 0; background: var(--tint); color: var(--ink); line-height: 1.55;
        font: 16px/1.55
              -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1060px; margin: 0 auto; padding: 44px 36px 80px; background: var(--paper);
+main { max-width: 1160px; margin: 0 auto; padding: 44px 36px 80px; background: var(--paper);
        min-height: 100vh; border-inline: 1px solid var(--line); }
 h1 { font-size: 30px; margin: 0 0 2px; letter-spacing: -0.01em; }
 h2 { font-size: 21px; margin: 52px 0 6px; padding-top: 18px; border-top: 1px solid var(--line); }
@@ -38,8 +38,8 @@ p { margin: 8px 0; max-width: 78ch; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums;
         min-width: 55%; }
 th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 2px solid var(--line);
-     padding: 6px 14px; white-space: nowrap; }
-td { text-align: right; padding: 6px 14px; border-bottom: 1px solid var(--line);
+     padding: 6px 11px; white-space: nowrap; }
+td { text-align: right; padding: 6px 11px; border-bottom: 1px solid var(--line);
      white-space: nowrap; }
 th.word, td.word { text-align: left; }
 th:first-child, td:first-child { padding-left: 4px; }

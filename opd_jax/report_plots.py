@@ -9,10 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from opd_jax import report_figure, report_tables, report_training
+from opd_jax import ledger, report_figure, report_tables, report_training
 from opd_jax.report_figure import Plot
 from opd_jax.report_records import Records
-from opd_jax.results import ASIDE_PHASES
 
 PHASE_COLOURS = {
     "update": report_figure.BLUE,
@@ -44,6 +43,15 @@ def draw(records: Records, results: Mapping[str, Any]) -> list[Plot]:
 def _routes_unit(results: Mapping[str, Any]) -> tuple[float, str]:
     spent = [point["flops"] for route in results["routes"].values() for point in route["curve"]]
     return report_tables.flops_unit(max(spent, default=1.0))
+
+
+def _frame(axes: Axes) -> None:
+    """Limits that no accuracy leaves, and that do not blow up the noise of a flat curve."""
+    low, high = axes.get_ylim()
+    low = max(low, -0.01)
+    axes.set_ylim(low, min(max(high, low + 0.1), 1.02))
+    axes.set_xlim(left=0)
+    report_figure.percent_axis(axes.yaxis)
 
 
 def _route_line(
@@ -92,11 +100,10 @@ def _accuracy_against_flops(
         colour = colours[route["stages"][-1]]
         _route_line(axes, route, lambda point: point, unit, colour, name)
         _expert_marks(axes, results, route, unit)
+    _frame(axes)
     _mark_target(axes, results, colours, unit)
     axes.set_xlabel(f"cumulative training compute ({unit_name})")
     axes.set_ylabel("held-out accuracy, mean over domains")
-    axes.set_xlim(left=0)
-    report_figure.percent_axis(axes.yaxis)
     report_figure.legend_below(figure, [axes])
     yield report_figure.render(
         figure,
@@ -160,9 +167,8 @@ def _domains_against_flops(
             _route_line(axes, route, lambda p, d=domain: p["domains"][d], unit, colour, name)
             _expert_level(axes, results, route, domain, colours)
         axes.set_title(domain)
-        axes.set_xlim(left=0)
+        _frame(axes)
         axes.set_xlabel(f"cumulative training compute ({unit_name})")
-        report_figure.percent_axis(axes.yaxis)
     for axes in panels[:: min(len(domains), 2)]:
         axes.set_ylabel("held-out accuracy")
     report_figure.legend_below(figure, panels, order=list(drawn))
@@ -218,7 +224,7 @@ def _levels(
     report_figure.legend_below(figure, panels, order=list(results["stages"]))
     yield report_figure.render(
         figure,
-        "Accuracy by difficulty: training should lift the harder levels most",
+        "Accuracy by difficulty: on which levels does each model gain?",
         "Bars are the selected models on the test split, whiskers 95% intervals over problems.",
     )
 
@@ -251,8 +257,8 @@ def _phases(results: Mapping[str, Any]) -> Iterator[Plot]:
     figure = Figure(figsize=(report_figure.WIDTH, 1.3 + 0.42 * len(stages)), layout="constrained")
     counted, aside = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
     phases = dict.fromkeys(phase for stage in stages.values() for phase in stage["flops"])
-    _stack(counted, stages, [p for p in phases if p not in ASIDE_PHASES], room=1.15)
-    _stack(aside, stages, [p for p in phases if p in ASIDE_PHASES], room=1.55)
+    _stack(counted, stages, [p for p in phases if p not in ledger.ASIDE], room=1.15)
+    _stack(aside, stages, [p for p in phases if p in ledger.ASIDE], room=1.55)
     counted.set_title("counted as training")
     aside.set_title("aside")
     counted.set_yticks(np.arange(len(stages)), list(stages))
@@ -260,7 +266,7 @@ def _phases(results: Mapping[str, Any]) -> Iterator[Plot]:
     report_figure.legend_below(figure, [counted, aside])
     yield report_figure.render(
         figure,
-        "Where the compute goes: sampling and updates of GRPO should dwarf the merge",
+        "Where the compute goes: each stage by phase, the merge beside its experts",
         "Training FLOPs of each stage by phase; evaluation and recomputation (remat) stand aside "
         "because they depend on how one chooses to run, not on the recipe.",
     )

@@ -105,8 +105,8 @@ class Records:
 
     def teacher_stage(self, spec: str) -> str | None:
         """The stage behind a teacher `stage:NAME[@step]`; None for teachers from elsewhere."""
-        name = spec.removeprefix("stage:").split("@")[0]
-        return name if name in self.stages else None
+        name = spec.removeprefix("stage:").partition("@")[0]
+        return name if spec.startswith("stage:") and name in self.stages else None
 
     def teacher_step(self, spec: str) -> int | None:
         """The step of a teacher from a stage: the one named, or the one the stage selected."""

@@ -109,12 +109,19 @@ def _recovery(
     merged_W = report_curves.mean_over_domains(merged, domains, bootstrap)
     taught_W = report_curves.mean_over_domains(taught, domains, bootstrap)
     base = records.at_selected(records.plan["baseline"])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entry = {"recovery": statistics.as_json(merged_W / taught_W)}
-        if set(domains) <= set(base):
-            base_W = report_curves.mean_over_domains(base, domains, bootstrap)
-            entry["gap_recovery"] = statistics.as_json((merged_W - base_W) / (taught_W - base_W))
+    entry = {"recovery": _ratio(merged_W, taught_W)}
+    if set(domains) <= set(base):
+        base_W = report_curves.mean_over_domains(base, domains, bootstrap)
+        entry["gap_recovery"] = _ratio(merged_W - base_W, taught_W - base_W)
     return entry
+
+
+def _ratio(over_W: np.ndarray, under_W: np.ndarray) -> dict[str, Any] | None:
+    """{mean, ci95} of a ratio; None if what it is measured by is 0."""
+    if under_W[0] == 0:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return statistics.as_json(over_W / under_W)
 
 
 def compare(

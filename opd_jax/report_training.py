@@ -115,7 +115,8 @@ def _overlaps(stage: StageRecords, colours: Mapping[str, str]) -> Iterator[Plot]
     for panel, (title, label, metrics) in zip(axes[:-1], OPD_PANELS, strict=True):
         for place, teacher in enumerate(teachers):
             spare = TEACHER_COLOURS[place % len(TEACHER_COLOURS)]
-            colour = colours.get(teacher.removeprefix("stage:").split("@")[0], spare)
+            spec = stage.teachers.get(teacher, teacher)
+            colour = colours.get(spec.removeprefix("stage:").partition("@")[0], spare)
             for metric, style in metrics:
                 name = teacher if style is STUDENT else None
                 series = stage.series(f"{metric}/{teacher}")
@@ -167,3 +168,5 @@ def _updates_axis(axes: Axes, stages: Sequence[StageRecords]) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))

@@ -9,7 +9,7 @@ Keys of the dictionary that `collect` returns:
                   accuracy {mean, ci95, n}, pass_at_k {k: ...}, by_level {level: ...}, length
                   (tokens), truncated (share), gain (over the baseline, paired);
                   accuracy_mean over domains; greedy by domain if measured beside sampled ones;
-                  overlap {teacher: {start, end}} for opd
+                  overlap {teacher: {start, end}} for opd, teachers named as logged
     unfinished    names of the other stages
     routes        by name: stages, finished, flops_total, accuracy (of the last stage, mean over
                   `domains`), flops_before_last, curve, experts {domain: stage}, distill_share,
@@ -33,10 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from opd_jax import report_curves, report_records, report_routes, statistics
+from opd_jax import ledger, report_curves, report_records, report_routes, statistics
 from opd_jax.report_records import Evaluation, Records, StageRecords
-
-ASIDE_PHASES = ("evaluation", "remat")
 
 _RUN_KEYS = ("algorithm", "steps", "selected_step", "stopped_by", "seconds")
 _COST_KEYS = ("flops", "flops_total")
@@ -122,7 +120,7 @@ def _stage(
             f"Stage {stage.name}: no test evaluation at its selected step "
             f"{result['selected_step']}, so it has no accuracy here."
         )
-    counted = sum(v for phase, v in result["flops"].items() if phase not in ASIDE_PHASES)
+    counted = sum(v for phase, v in result["flops"].items() if phase not in ledger.ASIDE)
     if not math.isclose(counted, result["flops_total"], rel_tol=1e-6):
         notes.append(
             f"Stage {stage.name}: its phases add up to {counted:.6g} FLOPs, "

@@ -147,7 +147,7 @@ def checkpoints_of(source: Source, workdir: epath.Path) -> tuple[epath.Path, int
 
 def saved_config(directory: str, step: int | None) -> ModelConfig:
     """The shape of the model in a checkpoint of ours."""
-    return ModelConfig(**checkpoint.load_params(directory, step).meta["model"])
+    return ModelConfig(**checkpoint.load_meta(directory, step)["model"])
 
 
 def read_result(stage_dir: epath.Path) -> dict[str, Any]:

@@ -163,8 +163,7 @@ def metrics_at(spec, progress, finals, generator):
         metrics[f"reward/{domain}"] = noisy(0.5 + 0.15 * finals[domain] * learnt)
         metrics[f"length/{domain}"] = noisy(12 + 3 * learnt, 0.5)
         metrics[f"truncated/{domain}"] = abs(noisy(0.05 - 0.03 * learnt, 0.01))
-    for place, teacher in enumerate(dict.fromkeys(spec["teachers"].values())):
-        name = teacher.removeprefix("stage:")
+    for place, name in enumerate(spec["teachers"]):
         student, wise = 0.6 - 0.2 * learnt, 0.35 + 0.03 * place
         metrics[f"overlap_ratio/{name}"] = noisy(0.62 + 0.25 * learnt - 0.04 * place, 0.01)
         metrics[f"overlap_advantage/{name}"] = -abs(noisy(0.02 - 0.017 * learnt, 0.001))

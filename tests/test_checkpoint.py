@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opd_jax.core import sharding, tree
 from opd_jax.core.types import TrainState
 from opd_jax.infra import checkpoint
-from opd_jax.infra.checkpoint import Checkpointer, CheckpointError, load_params
+from opd_jax.infra.checkpoint import Checkpointer, CheckpointError, load_meta, load_params
 
 # Orbax leaves coroutines behind when what it reads or writes is broken on purpose.
 pytestmark = [
@@ -311,6 +311,28 @@ def test_c11_best_and_newest_survive(tmp_path):
     assert load_params(tmp_path, "best").step == 800
 
 
+def test_c11_a_metric_measured_after_the_save_is_added(tmp_path):
+    with Checkpointer(tmp_path, keep_newest=1) as c:
+        c.save(1, make_state(1), {"history": []})
+        assert c.save(1, make_state(1), {"history": [0.5]}, metric=0.5)
+        assert not c.save(1, make_state(1), {"history": []})  # A later save takes nothing away.
+        c.save(2, make_state(2), {}, metric=0.4)
+    with Checkpointer(tmp_path, keep_newest=1) as c:
+        assert (c.steps(), c.best()) == ([1, 2], 1)
+        got = c.restore(abstract(make_state()), step=1)
+    check_equal(make_state(1), got.state)
+    assert got.meta == {"history": [0.5]}
+    assert sorted(p.name for p in (tmp_path / "1" / "meta").glob("data*")) == ["data.json"]
+
+
+def test_steps_that_serve_as_teachers_stay(tmp_path):
+    with Checkpointer(tmp_path, keep_newest=1, keep_steps=(2, 5)) as c:
+        for step in (1, 2, 3, 4):
+            c.save(step, make_state(step), {})
+        c.wait()
+        assert c.steps() == [2, 4]
+
+
 def test_c12_dtype_shape_and_structure_must_match(tmp_path):
     saved = {"a": jnp.int32(16777217), "b": jnp.ones((2, 3)), "c": jnp.ones((2,)), "d": jnp.ones(1)}
     wanted = {
@@ -416,7 +438,7 @@ def test_c26_a_copy_restores_and_unknown_directories_stay(tmp_path, warnings):
     save_steps(tmp_path / "a", [1, 2, 3])
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "a")
-    unknown = ["notes", "7.orbax-checkpoint-tmp", "4.unreadable", "tb"]
+    unknown = ["notes", "my.deleting", "7.orbax-checkpoint-tmp", "4.unreadable", "tb"]
     for name in unknown:
         (tmp_path / "b" / name).mkdir()
         (tmp_path / "b" / name / "file").write_text("mine")
@@ -447,6 +469,7 @@ def test_load_params_without_the_optimizer(tmp_path, mesh_2x2x2):
     assert (got.step, got.meta) == (3, {"step": 3})
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(got.state))
     check_equal(jax.tree.map(np.asarray, make_state(3).params), got.state)
+    assert (load_meta(tmp_path), load_meta(tmp_path, "best")) == ({"step": 3}, {"step": 2})
     assert (load_params(tmp_path, "best").step, load_params(tmp_path, 1).step) == (2, 1)
     layout = NamedSharding(mesh_2x2x2, PartitionSpec("fsdp"))
     wanted = jax.tree.map(

@@ -44,7 +44,7 @@ def test_multihost_without_other_hosts_is_an_error_with_a_remedy():
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "coordinator_address should be defined" in err
-    assert "on a single host leave that out" in err
+    assert "on a single host leave it out" in err
 
 
 def test_c24_platform_not_obtained(tmp_path, monkeypatch):

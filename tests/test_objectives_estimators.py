@@ -135,6 +135,17 @@ def test_a_gate_drops_both_sides_and_never_keeps_padding():
     np.testing.assert_allclose(row_BR, [[1, 1, 1], [0, 0, 0]], rtol=1e-6)  # 1.0 and 2.25.
 
 
+@pytest.mark.parametrize("padding", [5.0, 1e10, np.nan])
+def test_a_sequence_ratio_is_of_kept_tokens_only(padding):
+    new_BR = jnp.log(jnp.array([[1.2, 1.5, 1.0]])).at[0, 2].set(padding)
+    mask_BR = jnp.array([[True, True, False]])
+    value, grad = jax.value_and_grad(
+        lambda x: est.sequence_ratio(x, jnp.zeros((1, 3)), mask_BR)[0, 0]
+    )(new_BR)
+    assert float(value) == pytest.approx(1.8, rel=1e-6)
+    np.testing.assert_allclose(grad, [[1.8, 1.8, 0]], rtol=1e-6)
+
+
 def test_importance_weights_correct_the_sampler_until_the_cap_bites():
     mu_V, signal_V, z_V = jnp.array([0.3, 0.3, 0.4]), jnp.array([1.0, -2.0, 0.5]), jnp.log(P)
 

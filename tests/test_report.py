@@ -141,7 +141,7 @@ def test_gaps_in_the_metrics_are_gaps_in_the_plots(tmp_path):
     synthetic.write_plan(tmp_path, [spec], {}, None)
     synthetic.write_metrics(tmp_path, spec, 9, {"a": 1.0}, np.random.default_rng(0))
     path = tmp_path / "joint" / "metrics.jsonl"
-    path.write_text(re.sub(r'"(reward|kl)": [0-9.e-]+', r'"\1": NaN', path.read_text()))
+    path.write_text(re.sub(r'"(reward|kl)": [0-9.e-]+', r'"\1": null', path.read_text()))
     records = report_records.read(tmp_path)
     plots = list(report_training.draw(records, {"joint": "#000000"}))
     assert [plot.svg.startswith("<?xml") for plot in plots] == [True, True]

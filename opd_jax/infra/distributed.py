@@ -29,19 +29,19 @@ def start(multihost: bool) -> None:
       multihost: whether this run is one of several processes, e.g. on a TPU pod or under Slurm.
 
     Raises:
-      ValueError: the environment does not say who the other processes are.
-      RuntimeError: they could not be reached.
+      RuntimeError: the environment does not say who the other processes are, or they could not be
+        reached.
     """
     if not multihost:
         return
     try:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
-        error.add_note(
-            "this run was asked to be multihost; on a single host leave that out, otherwise start "
-            "it under a launcher that JAX detects (TPU pod, Slurm, MPI, Kubernetes)"
-        )
-        raise
+        raise RuntimeError(
+            f"multihost was asked for and the other processes cannot be joined ({error}); on a "
+            "single host leave it out, otherwise start every process under a launcher that JAX "
+            "detects (TPU pod, Slurm, MPI, Kubernetes)"
+        ) from error
 
 
 def is_writer() -> bool:

@@ -87,19 +87,30 @@ def attend(q_BTHE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | Non
         return jnp.einsum("BKTQS,BSKE->BTKQE", p, own.v).reshape(B, T, H, E)
 
     P, L = prefix.mask_PL.shape
-    n = B // P
-    q_prompt = q.reshape(P, n, T, K, H // K, E)
-    scores = jnp.einsum("PnTKQE,PLKE->PKnTQL", q_prompt, prefix.kv.k, **f32)
+    n, Q = B // P, H // K
+
+    def reshape(x, shape, *axes):
+        """Layouts are named, since with P or n of 1 the split of a sharded axis is ambiguous."""
+        return jnp.reshape(x, shape, out_sharding=sharding.spec(*axes))
+
+    by_prompt = ("batch", "samples", None, "kv_heads", None, None)
+    q_PnTKQE = reshape(q, (P, n, T, K, Q, E), *by_prompt)
+    scores = jnp.einsum("PnTKQE,PLKE->PKnTQL", q_PnTKQE, prefix.kv.k, **f32)
     scores = jnp.where(prefix.mask_PL[:, None, None, None, None, :], scores, MASKED)
     # One softmax over both parts: the exponentials share their maximum and their sum.
-    own_scores = own_scores.reshape(P, n, K, T, H // K, -1).transpose(0, 2, 1, 3, 4, 5)
+    by_heads = ("batch", "samples", "kv_heads", None, None, None)
+    own_scores = reshape(own_scores, (P, n, K, T, Q, own_scores.shape[-1]), *by_heads)
+    own_scores = own_scores.transpose(0, 2, 1, 3, 4, 5)
     top = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
     top = jax.lax.stop_gradient(top)
     e_prefix, e_own = jnp.exp(scores - top), jnp.exp(own_scores - top)
     total = e_prefix.sum(-1, keepdims=True) + e_own.sum(-1, keepdims=True)
     p_prefix, p_own = (e_prefix / total).astype(q.dtype), (e_own / total).astype(q.dtype)
-    out = jnp.einsum("PKnTQL,PLKE->PnTKQE", p_prefix, prefix.kv.v).reshape(B, T, K, H // K, E)
-    p_own = p_own.transpose(0, 2, 1, 3, 4, 5).reshape(B, K, T, H // K, -1)
+    by_rows = ("batch", None, "kv_heads", None, None)
+    out = jnp.einsum("PKnTQL,PLKE->PnTKQE", p_prefix, prefix.kv.v)
+    out = reshape(out, (B, T, K, Q, E), *by_rows)
+    p_own = p_own.transpose(0, 2, 1, 3, 4, 5)
+    p_own = reshape(p_own, (B, K, T, Q, p_own.shape[-1]), "batch", "kv_heads", None, None, None)
     out = out + jnp.einsum("BKTQS,BSKE->BTKQE", p_own, own.v)
     return out.reshape(B, T, H, E)
 
