@@ -12,22 +12,14 @@ import numpy as np
 import pytest
 import synthetic_records as synthetic
 
-from opd_jax import (
-    report,
-    report_html,
-    report_records,
-    report_sweep,
-    report_tables,
-    report_training,
-    results,
-)
+from opd_jax.report import logs, markup, page, results, sweep, tabular, training
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run's workdir, and what `write` returned for the console."""
     root = synthetic.write(tmp_path_factory.mktemp("run"), problems=60)
-    return root, report.write(root)
+    return root, page.write(root)
 
 
 class Page(html.parser.HTMLParser):
@@ -59,12 +51,12 @@ def test_the_three_files_agree_with_collect(finished):
 
 def test_the_page_is_whole_and_loads_nothing(finished):
     root, _ = finished
-    page = Page((root / "report.html").read_text())
-    assert page.open == []
-    assert len(page.loads) == 8
-    assert all(load.startswith("data:") for load in page.loads)
-    text = " ".join(page.text)
-    for heading in ("Numbers", "More plots", "Definitions", *report.DEFINITIONS):
+    shown = Page((root / "report.html").read_text())
+    assert shown.open == []
+    assert len(shown.loads) == 8
+    assert all(load.startswith("data:") for load in shown.loads)
+    text = " ".join(shown.text)
+    for heading in ("Numbers", "More plots", "Definitions", *page.DEFINITIONS):
         assert heading in text
 
 
@@ -80,10 +72,10 @@ def test_headline_numbers_are_in_the_page_the_markdown_and_the_console(finished)
     for text in (page, (root / "report.md").read_text(), console):
         assert f"To reach {comparison['target_accuracy']:.1%} mean held-out accuracy" in text
         for spent in comparison["flops"].values():
-            assert report_tables.flops(spent) in text
-        assert report_tables.percent(comparison["saving"]) in text
+            assert tabular.flops(spent) in text
+        assert tabular.percent(comparison["saving"]) in text
         assert f"cost {comparison['distill_share']:.1%} of what training them" in text
-        assert report_tables.interval(comparison["recovery"]) in text
+        assert tabular.interval(comparison["recovery"]) in text
 
 
 def test_no_number_is_nan_none_or_infinite(finished):
@@ -103,7 +95,7 @@ def test_markdown_tables_are_rectangular(finished):
 def test_the_same_records_make_the_same_files(finished):
     root, console = finished
     before = {name: (root / name).read_bytes() for name in ("report.html", "report.md")}
-    assert report.write(root) == console
+    assert page.write(root) == console
     assert before == {name: (root / name).read_bytes() for name in before}
 
 
@@ -115,7 +107,7 @@ def test_any_state_of_a_run_gives_a_report(tmp_path, unfinished):
     root = synthetic.write(
         tmp_path, domains=["arithmetic"], problems=12, samples=1, unfinished=unfinished
     )
-    console = report.write(root)
+    console = page.write(root)
     assert f"{unfinished[-1]}." in console.splitlines()[-1]
     assert "not finished" in console
     assert Page((root / "report.html").read_text()).open == []
@@ -123,7 +115,7 @@ def test_any_state_of_a_run_gives_a_report(tmp_path, unfinished):
 
 def test_a_run_that_has_logged_nothing_yet(tmp_path):
     synthetic.write_plan(tmp_path, [synthetic.stage("base", "sft", "scratch", ["a"])], {}, "base")
-    assert "Not finished: base." in report.write(tmp_path)
+    assert "Not finished: base." in page.write(tmp_path)
 
 
 def test_a_run_without_routes_says_what_its_stages_reached(tmp_path):
@@ -132,7 +124,7 @@ def test_a_run_without_routes_says_what_its_stages_reached(tmp_path):
     synthetic.write_eval(tmp_path, "base", 3, "a", 1e9, [[1], [0]])
     synthetic.write_result(tmp_path, spec, 3)
     assert "base (sft) took 3 updates and 2.40 GFLOP; its held-out accuracy is 50.0%" in (
-        report.write(tmp_path)
+        page.write(tmp_path)
     )
 
 
@@ -142,14 +134,14 @@ def test_gaps_in_the_metrics_are_gaps_in_the_plots(tmp_path):
     synthetic.write_metrics(tmp_path, spec, 9, {"a": 1.0}, np.random.default_rng(0))
     path = tmp_path / "joint" / "metrics.jsonl"
     path.write_text(re.sub(r'"(reward|kl)": [0-9.e-]+', r'"\1": null', path.read_text()))
-    records = report_records.read(tmp_path)
-    plots = list(report_training.draw(records, {"joint": "#000000"}))
+    records = logs.read(tmp_path)
+    plots = list(training.draw(records, {"joint": "#000000"}))
     assert [plot.svg.startswith("<?xml") for plot in plots] == [True, True]
 
 
 def test_names_are_escaped():
-    table = report_tables.Table("t", "", ["a|<b>"], [["c|<script>"]])
-    page = report_html.render(title="<script>", subtitle="", tables=[table])
+    table = tabular.Table("t", "", ["a|<b>"], [["c|<script>"]])
+    page = markup.render(title="<script>", subtitle="", tables=[table])
     assert "<script>" not in page
     assert page.count("&lt;script&gt;") == 3
     assert table.markdown().count("\\|") == 2
@@ -168,7 +160,7 @@ def test_the_saving_in_words(saving, ci95, expected):
     shares = dict.fromkeys(("distill_share", "recovery", "saving_whole_run"))
     comparison = {"routes": ["d", "j"], "domains": ["x", "y", "z"], "target_accuracy": 0.8}
     comparison |= {"flops": {"d": 3e12, "j": 4e12}, "saving": saving, "saving_ci95": ci95}
-    (sentence,) = report.summary({"comparison": comparison | shares})
+    (sentence,) = page.summary({"comparison": comparison | shares})
     assert sentence.startswith(
         "To reach 80.0% mean held-out accuracy on x, y and z, d needs 3.00 T"
     )
@@ -190,26 +182,26 @@ def test_the_saving_in_words(saving, ci95, expected):
     ],
 )
 def test_flops_have_three_digits_and_a_unit(value, expected):
-    assert report_tables.flops(value) == expected
+    assert tabular.flops(value) == expected
 
 
 def test_intervals_in_print():
     entry = {"mean": 0.8312, "ci95": [0.8, None]}
-    assert report_tables.interval(entry) == "83.1% [80.0, ∞]"
-    assert report_tables.interval({"mean": -0.05, "ci95": [-0.1, 0.0]}, signed=True) == (
+    assert tabular.interval(entry) == "83.1% [80.0, ∞]"
+    assert tabular.interval({"mean": -0.05, "ci95": [-0.1, 0.0]}, signed=True) == (
         "−5.0% [−10.0, +0.0]"
     )
-    assert report_tables.interval(None) == "–"
+    assert tabular.interval(None) == "–"
 
 
 def test_running_mean_is_a_mean_over_neighbours():
     value_T = np.random.default_rng(0).random(11)
     expected = [value_T[max(t - 2, 0) : t + 3].mean() for t in range(11)]
-    np.testing.assert_allclose(report_training.running_mean(value_T, 2), expected)
+    np.testing.assert_allclose(training.running_mean(value_T, 2), expected)
 
 
 def test_a_report_needs_neither_jax_nor_a_display():
-    code = "import sys, opd_jax.report, opd_jax.report_sweep; print(sorted(sys.modules))"
+    code = "import sys, opd_jax.report, opd_jax.report.sweep; print(sorted(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'jax'" not in run.stdout
     assert "'matplotlib.pyplot'" not in run.stdout
@@ -233,7 +225,7 @@ def sweep_points(root):
 
 def test_a_sweep_ends_in_one_table(tmp_path):
     points = sweep_points(tmp_path)
-    console = report_sweep.write_sweep(points, tmp_path / "out")
+    console = sweep.write_sweep(points, tmp_path / "out")
     with (tmp_path / "out" / "sweep.csv").open() as file:
         rows = {(row["name"], row["route"]): row for row in csv.DictReader(file)}
     assert set(rows) == {(n, r) for n in ("expert", "weak") for r in ("divide_and_merge", "joint")}
@@ -258,7 +250,7 @@ def test_a_sweep_ends_in_one_table(tmp_path):
 
 def test_a_sweep_of_which_everything_failed(tmp_path):
     point = {"name": "a", "seed": 0, "workdir": "x", "status": "failed", "error": "boom"}
-    assert "a, seed 0 failed: boom" in report_sweep.write_sweep([point], tmp_path)
+    assert "a, seed 0 failed: boom" in sweep.write_sweep([point], tmp_path)
 
 
 def test_a_sweep_without_routes_shows_the_last_stage(tmp_path):
@@ -266,8 +258,8 @@ def test_a_sweep_without_routes_shows_the_last_stage(tmp_path):
     synthetic.write_plan(tmp_path, [spec], {}, None)
     synthetic.write_eval(tmp_path, "base", 3, "a", 1e9, [[1], [0]])
     synthetic.write_result(tmp_path, spec, 3)
-    report.write(tmp_path)
+    page.write(tmp_path)
     point = {"name": "only", "seed": 0, "workdir": tmp_path, "status": "done", "error": None}
     assert re.search(
-        r"only +base +1 +50\.0% +2\.40 GFLOP", report_sweep.write_sweep([point], tmp_path)
+        r"only +base +1 +50\.0% +2\.40 GFLOP", sweep.write_sweep([point], tmp_path)
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import synthetic_records as synthetic
 
-from opd_jax import report_curves, report_records, results, statistics
+from opd_jax.report import curves, logs, results, statistics
 
 
 def answers(accuracy, problems=10):
@@ -63,13 +63,13 @@ def test_flops_at_interpolates_the_running_maximum():
     flops_T = np.array([0.0, 10.0, 20.0, 30.0])
     accuracy_WT = np.tile([0.2, 0.6, 0.5, 0.8], (6, 1))
     target_W = np.array([0.1, 0.2, 0.4, 0.6, 0.7, 0.9])
-    found_W = report_curves.flops_at(flops_T, accuracy_WT, target_W)
+    found_W = curves.flops_at(flops_T, accuracy_WT, target_W)
     np.testing.assert_allclose(found_W, [0.0, 0.0, 5.0, 10.0, 25.0, np.inf])
 
 
 def test_flops_at_of_a_flat_or_single_point_curve():
-    flat = report_curves.flops_at(np.array([3.0, 4.0]), np.full((1, 2), 0.5), np.array([0.5]))
-    single = report_curves.flops_at(np.array([3.0]), np.full((1, 1), 0.5), np.array([0.6]))
+    flat = curves.flops_at(np.array([3.0, 4.0]), np.full((1, 2), 0.5), np.array([0.5]))
+    single = curves.flops_at(np.array([3.0]), np.full((1, 1), 0.5), np.array([0.6]))
     assert (flat[0], single[0]) == (3.0, np.inf)
 
 
@@ -135,7 +135,7 @@ def test_selected_step_levels_pass_at_k_lengths_and_gain(tmp_path):
 
 def test_saving_interval_equals_a_plain_loop_over_resamples(tmp_path):
     root = synthetic.write(tmp_path, problems=30, samples=2)
-    records = report_records.read(root)
+    records = logs.read(root)
     found = results.summarise(records)["comparison"]
     ids = {d: np.arange(7, 37) for d in synthetic.DOMAINS}
     bootstrap = statistics.ProblemBootstrap.over(ids)

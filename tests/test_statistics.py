@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from opd_jax import statistics
+from opd_jax.report import statistics
 
 
 def test_avg_at_k_is_the_share_of_right_samples():

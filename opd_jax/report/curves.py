@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from opd_jax import statistics
-from opd_jax.report_records import Evaluation
+from opd_jax.report import statistics
+from opd_jax.report.logs import Evaluation
 
 
 @dataclasses.dataclass(frozen=True)

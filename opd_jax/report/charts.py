@@ -9,18 +9,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from opd_jax import ledger, report_figure, report_tables, report_training
-from opd_jax.report_figure import Plot
-from opd_jax.report_records import Records
+from opd_jax import ledger
+from opd_jax.report import drawing, tabular, training
+from opd_jax.report.drawing import Plot
+from opd_jax.report.logs import Records
 
 PHASE_COLOURS = {
-    "update": report_figure.BLUE,
-    "decode": report_figure.SKY,
+    "update": drawing.BLUE,
+    "decode": drawing.SKY,
     "prefill": "#B9DDF3",
-    "teacher_score": report_figure.GREEN,
-    "reference_score": report_figure.PURPLE,
-    "old_logprob": report_figure.ORANGE,
-    "generation": report_figure.VERMILLION,
+    "teacher_score": drawing.GREEN,
+    "reference_score": drawing.PURPLE,
+    "old_logprob": drawing.ORANGE,
+    "generation": drawing.VERMILLION,
     "discarded": "#C8C8C8",
     "evaluation": "#9A9A9A",
     "remat": "#D9D9D9",
@@ -29,20 +30,20 @@ PHASE_COLOURS = {
 
 def draw(records: Records, results: Mapping[str, Any]) -> list[Plot]:
     """Every figure for which something was logged, in the order of the report."""
-    colours = report_figure.stage_colours(records)
-    with mpl.rc_context(report_figure.STYLE):
+    colours = drawing.stage_colours(records)
+    with mpl.rc_context(drawing.STYLE):
         return [
             *_accuracy_against_flops(results, colours),
             *_domains_against_flops(results, colours),
             *_levels(records, results, colours),
             *_phases(results),
-            *report_training.draw(records, colours),
+            *training.draw(records, colours),
         ]
 
 
 def _routes_unit(results: Mapping[str, Any]) -> tuple[float, str]:
     spent = [point["flops"] for route in results["routes"].values() for point in route["curve"]]
-    return report_tables.flops_unit(max(spent, default=1.0))
+    return tabular.flops_unit(max(spent, default=1.0))
 
 
 def _frame(axes: Axes) -> None:
@@ -51,7 +52,7 @@ def _frame(axes: Axes) -> None:
     low = max(low, -0.01)
     axes.set_ylim(low, min(max(high, low + 0.1), 1.02))
     axes.set_xlim(left=0)
-    report_figure.percent_axis(axes.yaxis)
+    drawing.percent_axis(axes.yaxis)
 
 
 def _route_line(
@@ -95,7 +96,7 @@ def _accuracy_against_flops(
     if not drawn:
         return
     unit, unit_name = _routes_unit(results)
-    figure, (axes,) = report_figure.grid(1, 1, 4.6)
+    figure, (axes,) = drawing.grid(1, 1, 4.6)
     for name, route in drawn.items():
         colour = colours[route["stages"][-1]]
         _route_line(axes, route, lambda point: point, unit, colour, name)
@@ -104,8 +105,8 @@ def _accuracy_against_flops(
     _mark_target(axes, results, colours, unit)
     axes.set_xlabel(f"cumulative training compute ({unit_name})")
     axes.set_ylabel("held-out accuracy, mean over domains")
-    report_figure.legend_below(figure, [axes])
-    yield report_figure.render(
+    drawing.legend_below(figure, [axes])
+    yield drawing.render(
         figure,
         _saving_title(results),
         "Higher and further left is better; bands are 95% intervals over problems, the dashed part "
@@ -122,7 +123,7 @@ def _saving_title(results: Mapping[str, Any]) -> str:
     return (
         f"For {comparison['target_accuracy']:.1%}, {candidate} needs "
         f"{abs(comparison['saving']):.0%} {word} compute than {reference} "
-        f"(saving {report_tables.spoken(comparison['saving_ci95'], signed=True)})"
+        f"(saving {tabular.spoken(comparison['saving_ci95'], signed=True)})"
     )
 
 
@@ -144,7 +145,7 @@ def _mark_target(
             axes.plot([spent / unit] * 2, [bottom, target], color=colour, linewidth=1, alpha=0.7)
             axes.plot(spent / unit, target, marker="D", color=colour, markersize=7, zorder=5)
             axes.annotate(
-                report_tables.flops(spent), (spent / unit, bottom), (5, 6),
+                tabular.flops(spent), (spent / unit, bottom), (5, 6),
                 textcoords="offset points", color=colour, fontsize=9, fontweight="bold",
             )  # fmt: skip
     axes.set_ylim(bottom=bottom)
@@ -158,7 +159,7 @@ def _domains_against_flops(
     if not domains:
         return
     unit, unit_name = _routes_unit(results)
-    figure, panels = report_figure.grid(len(domains), min(len(domains), 2), 3.3)
+    figure, panels = drawing.grid(len(domains), min(len(domains), 2), 3.3)
     for axes, domain in zip(panels, domains, strict=True):
         for name, route in drawn.items():
             if domain not in route["domains"]:
@@ -171,8 +172,8 @@ def _domains_against_flops(
         axes.set_xlabel(f"cumulative training compute ({unit_name})")
     for axes in panels[:: min(len(domains), 2)]:
         axes.set_ylabel("held-out accuracy")
-    report_figure.legend_below(figure, panels, order=list(drawn))
-    yield report_figure.render(
+    drawing.legend_below(figure, panels, order=list(drawn))
+    yield drawing.render(
         figure,
         "Each domain alone: does the merged model come up to its experts?",
         "The dash-dotted line is the domain's own expert; a flat joint curve on one domain while "
@@ -196,10 +197,10 @@ def _expert_level(
 def _levels(
     records: Records, results: Mapping[str, Any], colours: Mapping[str, str]
 ) -> Iterator[Plot]:
-    domains = report_tables.domains_of(results)
+    domains = tabular.domains_of(results)
     if not domains:
         return
-    figure, panels = report_figure.grid(len(domains), min(len(domains), 2), 3.1, sharey=True)
+    figure, panels = drawing.grid(len(domains), min(len(domains), 2), 3.1, sharey=True)
     for axes, domain in zip(panels, domains, strict=True):
         names = _models_of(records, results, domain)
         levels = sorted({level for n in names for level in _by_level(results, n, domain)}, key=_key)
@@ -218,11 +219,11 @@ def _levels(
         axes.set_xticks(np.arange(len(levels)), [f"level {level}" for level in levels])
         axes.grid(visible=False, axis="x")
         axes.set_ylim(0, 1.04)
-        report_figure.percent_axis(axes.yaxis)
+        drawing.percent_axis(axes.yaxis)
     for axes in panels[:: min(len(domains), 2)]:
         axes.set_ylabel("held-out accuracy")
-    report_figure.legend_below(figure, panels, order=list(results["stages"]))
-    yield report_figure.render(
+    drawing.legend_below(figure, panels, order=list(results["stages"]))
+    yield drawing.render(
         figure,
         "Accuracy by difficulty: on which levels does each model gain?",
         "Bars are the selected models on the test split, whiskers 95% intervals over problems.",
@@ -254,7 +255,7 @@ def _phases(results: Mapping[str, Any]) -> Iterator[Plot]:
     stages = results["stages"]
     if not stages:
         return
-    figure = Figure(figsize=(report_figure.WIDTH, 1.3 + 0.42 * len(stages)), layout="constrained")
+    figure = Figure(figsize=(drawing.WIDTH, 1.3 + 0.42 * len(stages)), layout="constrained")
     counted, aside = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
     phases = dict.fromkeys(phase for stage in stages.values() for phase in stage["flops"])
     _stack(counted, stages, [p for p in phases if p not in ledger.ASIDE], room=1.15)
@@ -263,8 +264,8 @@ def _phases(results: Mapping[str, Any]) -> Iterator[Plot]:
     aside.set_title("aside")
     counted.set_yticks(np.arange(len(stages)), list(stages))
     counted.invert_yaxis()
-    report_figure.legend_below(figure, [counted, aside])
-    yield report_figure.render(
+    drawing.legend_below(figure, [counted, aside])
+    yield drawing.render(
         figure,
         "Where the compute goes: each stage by phase, the merge beside its experts",
         "Training FLOPs of each stage by phase; evaluation and recomputation (remat) stand aside "
@@ -275,12 +276,12 @@ def _phases(results: Mapping[str, Any]) -> Iterator[Plot]:
 def _stack(axes: Axes, stages: Mapping[str, Any], phases: Sequence[str], room: float) -> None:
     """Bars of stacked phases, with `room` times the longest one's length for the totals."""
     totals = [sum(s["flops"][p] for p in phases if p in s["flops"]) for s in stages.values()]
-    unit, unit_name = report_tables.flops_unit(max(totals))
+    unit, unit_name = tabular.flops_unit(max(totals))
     left = np.zeros(len(stages))
     for phase in phases:
         spent = np.array([s["flops"].get(phase, 0.0) for s in stages.values()]) / unit
         if spent.any():
-            colour = PHASE_COLOURS.get(phase, report_figure.GREY)
+            colour = PHASE_COLOURS.get(phase, drawing.GREY)
             axes.barh(
                 np.arange(len(stages)), spent, left=left, height=0.64, color=colour,
                 edgecolor="white", linewidth=0.6, label=phase.replace("_", " "),
@@ -288,7 +289,7 @@ def _stack(axes: Axes, stages: Mapping[str, Any], phases: Sequence[str], room: f
         left += spent
     for row, total in enumerate(totals):
         axes.annotate(
-            report_tables.flops(total), (total / unit, row), (4, 0),
+            tabular.flops(total), (total / unit, row), (4, 0),
             textcoords="offset points", va="center", fontsize=8.5,
         )  # fmt: skip
     axes.set_xlabel(unit_name)

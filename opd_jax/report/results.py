@@ -33,8 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from opd_jax import ledger, report_curves, report_records, report_routes, statistics
-from opd_jax.report_records import Evaluation, Records, StageRecords
+from opd_jax import ledger
+from opd_jax.report import curves, logs, routing, statistics
+from opd_jax.report.logs import Evaluation, Records, StageRecords
 
 _RUN_KEYS = ("algorithm", "steps", "selected_step", "stopped_by", "seconds")
 _COST_KEYS = ("flops", "flops_total")
@@ -48,7 +49,7 @@ def collect(workdir: str, *, target_accuracy: float | None = None) -> dict[str, 
         target_accuracy: the accuracy at which to compare two routes, 0 to 1; by default the lower
             of their best ones, so that both reach it.
     """
-    return summarise(report_records.read(workdir), target_accuracy=target_accuracy)
+    return summarise(logs.read(workdir), target_accuracy=target_accuracy)
 
 
 def summarise(records: Records, *, target_accuracy: float | None = None) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def summarise(records: Records, *, target_accuracy: float | None = None) -> dict
     finished = {n: s for n, s in records.stages.items() if s.result is not None}
     stages = {n: _stage(records, s, bootstrap, notes) for n, s in finished.items()}
     routes = {
-        name: report_routes.route(records, members, bootstrap)
+        name: routing.route(records, members, bootstrap)
         for name, members in records.plan["routes"].items()
     }
     plan = {key: records.plan[key] for key in ("name", "seed", "config", "versions")}
@@ -69,7 +70,7 @@ def summarise(records: Records, *, target_accuracy: float | None = None) -> dict
             "stages": stages,
             "unfinished": [name for name in records.stages if name not in finished],
             "routes": routes,
-            "comparison": report_routes.compare(records, routes, bootstrap, target_accuracy),
+            "comparison": routing.compare(records, routes, bootstrap, target_accuracy),
             "notes": notes,
         }
     )
@@ -131,8 +132,8 @@ def _stage(
     base = records.at_selected(records.plan["baseline"])
     entry["gain"] = {
         domain: statistics.as_json(
-            report_curves.accuracy(evaluation, bootstrap)
-            - report_curves.accuracy(base[domain], bootstrap)
+            curves.accuracy(evaluation, bootstrap)
+            - curves.accuracy(base[domain], bootstrap)
         )
         for domain, evaluation in chosen.items()
         if domain in base and stage.name != records.plan["baseline"]
@@ -151,7 +152,7 @@ def _held_out(
     domains = list(chosen)
     mean = None
     if domains:
-        mean_W = report_curves.mean_over_domains(chosen, domains, bootstrap)
+        mean_W = curves.mean_over_domains(chosen, domains, bootstrap)
         mean = statistics.as_json(mean_W, sum(e.id_P.size for e in chosen.values()))
     return {
         "accuracy": _accuracies(chosen, bootstrap),
@@ -168,7 +169,7 @@ def _accuracies(
 ) -> dict[str, Any]:
     return {
         domain: statistics.as_json(
-            report_curves.accuracy(evaluation, bootstrap), evaluation.id_P.size
+            curves.accuracy(evaluation, bootstrap), evaluation.id_P.size
         )
         for domain, evaluation in chosen.items()
     }

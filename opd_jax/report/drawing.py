@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
-from opd_jax.report_records import Records
+from opd_jax.report.logs import Records
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and (with the dashes) in grey print.
 BLUE, VERMILLION, GREEN = "#0072B2", "#D55E00", "#009E73"

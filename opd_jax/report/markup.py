@@ -6,8 +6,8 @@ from typing import Any
 
 import jinja2
 
-from opd_jax.report_figure import Plot
-from opd_jax.report_tables import Table
+from opd_jax.report.drawing import Plot
+from opd_jax.report.tabular import Table
 
 _STYLE = """
 :root { --ink: #1d2430; --soft: #5c6675; --line: #e3e7ec; --paper: #ffffff; --tint: #f6f8fa;

@@ -7,21 +7,21 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
-from opd_jax import report_figure
-from opd_jax.report_figure import Plot
-from opd_jax.report_records import Records, StageRecords
+from opd_jax.report import drawing
+from opd_jax.report.drawing import Plot
+from opd_jax.report.logs import Records, StageRecords
 
 MOST_POINTS = 400
 LOG_BEYOND = 4  # A stage this many times longer than another puts updates on a log axis.
 
 STUDENT, TEACHER = "-", (0, (3, 1.5))
 TEACHER_COLOURS = (
-    report_figure.BLUE,
-    report_figure.VERMILLION,
-    report_figure.GREEN,
-    report_figure.PURPLE,
-    report_figure.ORANGE,
-    report_figure.SKY,
+    drawing.BLUE,
+    drawing.VERMILLION,
+    drawing.GREEN,
+    drawing.PURPLE,
+    drawing.ORANGE,
+    drawing.SKY,
 )
 # Panel title, y label, and the metrics in it with their line styles.
 OPD_PANELS = (
@@ -62,15 +62,15 @@ def _rewards(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
     logged = [m for m in panels if any(stage.series(m)[0].size for stage in policies)]
     if not logged:
         return
-    figure, axes = report_figure.grid(len(logged), len(logged), 3.1)
+    figure, axes = drawing.grid(len(logged), len(logged), 3.1)
     for panel, metric in zip(axes, logged, strict=True):
         for stage in policies:
             _line(panel, *stage.series(metric), color=colours[stage.name], label=stage.name)
         panel.set_title(titles[metric])
         panel.set_ylabel(panels[metric])
         _updates_axis(panel, policies)
-    report_figure.legend_below(figure, axes)
-    yield report_figure.render(
+    drawing.legend_below(figure, axes)
+    yield drawing.render(
         figure,
         "Reward and KL over training: a curve still rising at its end was stopped too early",
         "Thin: every update; thick: running mean. KL is to the reference under GRPO and to the "
@@ -82,7 +82,7 @@ def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
     domains = list(dict.fromkeys(d for s in policies for d in s.teacher_names("length")))
     if not domains:
         return
-    figure, axes = report_figure.grid(2 * len(domains), len(domains), 2.5, sharey="row")
+    figure, axes = drawing.grid(2 * len(domains), len(domains), 2.5, sharey="row")
     rows = (("length", "tokens per answer"), ("truncated", "share of answers cut off"))
     for place, panel in enumerate(axes):
         metric, label = rows[place // len(domains)]
@@ -95,11 +95,11 @@ def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
             panel.set_title(domain)
             panel.set_xlabel("")
         else:
-            report_figure.percent_axis(panel.yaxis)
+            drawing.percent_axis(panel.yaxis)
         if place % len(domains) == 0:
             panel.set_ylabel(label)
-    report_figure.legend_below(figure, axes)
-    yield report_figure.render(
+    drawing.legend_below(figure, axes)
+    yield drawing.render(
         figure,
         "Answer length and truncation: growth without more reward is padding",
         "Completion tokens, the stop token included, and the share of answers that hit the limit; "
@@ -111,7 +111,7 @@ def _overlaps(stage: StageRecords, colours: Mapping[str, str]) -> Iterator[Plot]
     teachers = stage.teacher_names("overlap_ratio")
     if not teachers:
         return
-    figure, axes = report_figure.grid(len(OPD_PANELS) + 1, 3, 2.7)
+    figure, axes = drawing.grid(len(OPD_PANELS) + 1, 3, 2.7)
     for panel, (title, label, metrics) in zip(axes[:-1], OPD_PANELS, strict=True):
         for place, teacher in enumerate(teachers):
             spare = TEACHER_COLOURS[place % len(TEACHER_COLOURS)]
@@ -123,15 +123,15 @@ def _overlaps(stage: StageRecords, colours: Mapping[str, str]) -> Iterator[Plot]
                 _line(panel, *series, color=colour, linestyle=style, label=name)
         panel.set_title(title, fontsize=9.5)
         panel.set_ylabel(label)
-    _line(axes[-1], *stage.series("grad_norm"), color=report_figure.GREY, label=None)
+    _line(axes[-1], *stage.series("grad_norm"), color=drawing.GREY, label=None)
     axes[-1].set_title("gradient norm", fontsize=9.5)
     axes[-1].set_ylabel("L2 norm")
     for panel in (axes[0], axes[2]):
-        report_figure.percent_axis(panel.yaxis)
+        drawing.percent_axis(panel.yaxis)
     for panel in axes:
         _updates_axis(panel, [stage])
-    report_figure.legend_below(figure, axes)
-    yield report_figure.render(
+    drawing.legend_below(figure, axes)
+    yield drawing.render(
         figure,
         f"{stage.name}: is the student taking over its teachers' ways?",
         "One colour per teacher, on the student's own samples; solid is the student, dashed the "

@@ -6,8 +6,8 @@ from typing import Any
 
 from etils import epath
 
-from opd_jax import report_html, report_plots, report_records, report_tables, results
-from opd_jax.report_tables import Table
+from opd_jax.report import charts, logs, markup, results, tabular
+from opd_jax.report.tabular import Table
 
 DEFINITIONS = {
     "accuracy": "Share of right answers to held-out test problems, as judged by each domain's "
@@ -59,14 +59,14 @@ def write(workdir: str, *, target_accuracy: float | None = None) -> str:
     Returns:
         The summary for the console: a table of the stages, and the comparison in words.
     """
-    records = report_records.read(workdir)
+    records = logs.read(workdir)
     found = results.summarise(records, target_accuracy=target_accuracy)
-    plots = report_plots.draw(records, found)
+    plots = charts.draw(records, found)
     tables = _tables(found)
     root = epath.Path(workdir)
     text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
     (root / "results.json").write_text(text + "\n")
-    page = report_html.render(
+    page = markup.render(
         title=found["name"],
         subtitle=_subtitle(found),
         cards=cards(found),
@@ -99,14 +99,14 @@ def summary(found: Mapping[str, Any]) -> list[str]:
         )
     if comparison["recovery"] is not None:
         sentences.append(
-            f"The merged model has {report_tables.interval(comparison['recovery'])} of its "
+            f"The merged model has {tabular.interval(comparison['recovery'])} of its "
             "experts' mean accuracy, each expert measured on its own domain."
         )
     if comparison["saving_whole_run"] is not None:
         candidate, reference = comparison["routes"]
         costs = (
             f"{name} {flops(found['routes'][name]['flops_total'])} for "
-            f"{report_tables.interval(found['routes'][name]['accuracy'])}"
+            f"{tabular.interval(found['routes'][name]['accuracy'])}"
             for name in (candidate, reference)
         )
         sentences.append(f"Whole runs, to the end of every stage: {', '.join(costs)}.")
@@ -117,7 +117,7 @@ def _stage_sentence(name: str, stage: Mapping[str, Any]) -> str:
     return (
         f"{name} ({stage['algorithm']}) took {stage['steps']} updates and "
         f"{flops(stage['flops_total'])}; its held-out accuracy is "
-        f"{report_tables.interval(stage['accuracy_mean'])}."
+        f"{tabular.interval(stage['accuracy_mean'])}."
     )
 
 
@@ -132,7 +132,7 @@ def _saving_sentence(comparison: Mapping[str, Any]) -> str:
         f"{_listed(comparison['domains'])}, {candidate} needs "
         f"{flops(comparison['flops'][candidate])} of training and {reference} needs "
         f"{flops(comparison['flops'][reference])}: {candidate} {effect} "
-        f"(95% interval of the saving {report_tables.spoken((low, high), signed=True)}).{verdict}"
+        f"(95% interval of the saving {tabular.spoken((low, high), signed=True)}).{verdict}"
     )
 
 
@@ -142,23 +142,23 @@ def cards(found: Mapping[str, Any]) -> list[dict[str, str]]:
     shown = []
 
     def show(label: str, value: str, detail: str) -> None:
-        if value != report_tables.NONE:
+        if value != tabular.NONE:
             shown.append({"label": label, "value": value, "detail": detail})
 
     if comparison["saving"] is not None:
-        interval = report_tables.spoken(comparison["saving_ci95"], signed=True)
+        interval = tabular.spoken(comparison["saving_ci95"], signed=True)
         show("saving at equal accuracy", percent(comparison["saving"], signed=True), interval)
         show("target accuracy", percent(comparison["target_accuracy"]), "reached by both routes")
         for name, spent in comparison["flops"].items():
             show("compute to get there", flops(spent), name)
     show("distillation share", percent(comparison["distill_share"]), "of the experts' compute")
     if comparison["recovery"] is not None:
-        interval = report_tables.spoken(comparison["recovery"]["ci95"])
+        interval = tabular.spoken(comparison["recovery"]["ci95"])
         show("recovery of the experts", percent(comparison["recovery"]["mean"]), interval)
     return shown
 
 
-flops, percent = report_tables.flops, report_tables.percent
+flops, percent = tabular.flops, tabular.percent
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -168,7 +168,7 @@ def _listed(words: Sequence[str]) -> str:
 def _subtitle(found: Mapping[str, Any]) -> str:
     parts = [f"seed {found['seed']}"]
     if found["measure"]["samples"] is not None:
-        parts.append(f"accuracy is {report_tables.measure(found)} on the test split")
+        parts.append(f"accuracy is {tabular.measure(found)} on the test split")
     return " · ".join(parts)
 
 
@@ -181,13 +181,13 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
 
 def _tables(found: Mapping[str, Any]) -> list[Table]:
     made = [
-        report_tables.routes_table(found),
-        report_tables.accuracy_table(found),
-        report_tables.gain_table(found),
-        report_tables.pass_table(found),
-        report_tables.length_table(found),
-        report_tables.stages_table(found),
-        report_tables.phases_table(found),
+        tabular.routes_table(found),
+        tabular.accuracy_table(found),
+        tabular.gain_table(found),
+        tabular.pass_table(found),
+        tabular.length_table(found),
+        tabular.stages_table(found),
+        tabular.phases_table(found),
     ]
     return [table for table in made if table.rows]
 
@@ -205,12 +205,12 @@ def _console(found: Mapping[str, Any]) -> str:
     parts = [f"{found['name']} · {_subtitle(found)}"]
     if found["stages"]:
         parts.append(_console_table(found).text())
-    parts += [table.text() for table in [report_tables.routes_table(found)] if table.rows]
+    parts += [table.text() for table in [tabular.routes_table(found)] if table.rows]
     return "\n\n".join([*parts, "\n".join([*summary(found), *_notes(found)])]).rstrip()
 
 
 def _console_table(found: Mapping[str, Any]) -> Table:
-    domains = report_tables.domains_of(found)
+    domains = tabular.domains_of(found)
     rows = []
     for name, stage in found["stages"].items():
         means = [
@@ -218,8 +218,8 @@ def _console_table(found: Mapping[str, Any]) -> Table:
             for d in domains
         ]
         lengths = list(stage["length"].values())
-        length = report_tables.number(sum(lengths) / len(lengths) if lengths else None)
+        length = tabular.number(sum(lengths) / len(lengths) if lengths else None)
         cost = [stage["algorithm"], str(stage["steps"]), flops(stage["flops_total"])]
-        rows.append([name, *cost, *means, report_tables.interval(stage["accuracy_mean"]), length])
+        rows.append([name, *cost, *means, tabular.interval(stage["accuracy_mean"]), length])
     header = ["stage", "algorithm", "updates", "FLOPs", *domains, "mean [95%]", "length"]
     return Table("Stages", "", header, rows, text_columns=2)

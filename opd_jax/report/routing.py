@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from opd_jax import report_curves, statistics
-from opd_jax.report_records import Evaluation, Records
+from opd_jax.report import curves, statistics
+from opd_jax.report.logs import Evaluation, Records
 
 REFERENCE_ROUTE = "joint"
 
@@ -27,7 +27,7 @@ def route(
     total = _sum_if_known([records.flops_total(name) for name in members])
     before = _sum_if_known([records.flops_total(name) for name in members[:-1]])
     held_out = records.stages[members[-1]].held_out(greedy=records.greedy)
-    domains = report_curves.common_domains(held_out)
+    domains = curves.common_domains(held_out)
     chosen = records.at_selected(members[-1])
     entry: dict[str, Any] = {
         "stages": list(members),
@@ -39,7 +39,7 @@ def route(
         "curve": [],
     }
     if total is not None and chosen and domains:
-        mean_W = report_curves.mean_over_domains(chosen, domains, bootstrap)
+        mean_W = curves.mean_over_domains(chosen, domains, bootstrap)
         problems = sum(chosen[domain].id_P.size for domain in domains)
         entry["accuracy"] = statistics.as_json(mean_W, problems)
     if before is not None and domains:
@@ -57,8 +57,8 @@ def _curve_points(
     bootstrap: statistics.ProblemBootstrap,
     before: float,
 ) -> list[dict[str, Any]]:
-    whole = report_curves.curve(held_out, domains, bootstrap, before)
-    alone = {d: report_curves.curve(held_out, [d], bootstrap, before) for d in domains}
+    whole = curves.curve(held_out, domains, bootstrap, before)
+    alone = {d: curves.curve(held_out, [d], bootstrap, before) for d in domains}
     return [
         {"step": step, "flops": whole.flops_T[t]}
         | statistics.as_json(whole.accuracy_WT[:, t])
@@ -106,12 +106,12 @@ def _recovery(
     domains = list(taught)
     if not domains or not set(domains) <= set(merged):
         return {}
-    merged_W = report_curves.mean_over_domains(merged, domains, bootstrap)
-    taught_W = report_curves.mean_over_domains(taught, domains, bootstrap)
+    merged_W = curves.mean_over_domains(merged, domains, bootstrap)
+    taught_W = curves.mean_over_domains(taught, domains, bootstrap)
     base = records.at_selected(records.plan["baseline"])
     entry = {"recovery": _ratio(merged_W, taught_W)}
     if set(domains) <= set(base):
-        base_W = report_curves.mean_over_domains(base, domains, bootstrap)
+        base_W = curves.mean_over_domains(base, domains, bootstrap)
         entry["gap_recovery"] = _ratio(merged_W - base_W, taught_W - base_W)
     return entry
 
@@ -159,8 +159,8 @@ def compare(
     if not entry["domains"]:
         entry["notes"].append("The two routes were never tested on a common domain.")
         return entry
-    curves = {
-        name: report_curves.curve(
+    drawn = {
+        name: curves.curve(
             records.stages[routes[name]["stages"][-1]].held_out(greedy=records.greedy),
             entry["domains"],
             bootstrap,
@@ -168,7 +168,7 @@ def compare(
         )
         for name in names
     }
-    return entry | _at_matched_accuracy(curves, target)
+    return entry | _at_matched_accuracy(drawn, target)
 
 
 def _candidate_and_reference(names: Sequence[str]) -> list[str]:
@@ -177,15 +177,15 @@ def _candidate_and_reference(names: Sequence[str]) -> list[str]:
 
 
 def _at_matched_accuracy(
-    curves: Mapping[str, report_curves.Curve], target: float | None
+    drawn: Mapping[str, curves.Curve], target: float | None
 ) -> dict[str, Any]:
-    found = report_curves.saving(*curves.values(), target)
-    flops = dict(zip(curves, (found.candidate_flops_W[0], found.reference_flops_W[0]), strict=True))
-    reference = list(curves)[1]
+    found = curves.saving(*drawn.values(), target)
+    flops = dict(zip(drawn, (found.candidate_flops_W[0], found.reference_flops_W[0]), strict=True))
+    reference = list(drawn)[1]
     notes = [
         f"{name} never reaches the target of {found.target_W[0]:.1%} (its best is "
-        f"{curves[name].accuracy_WT[0].max():.1%}), so no saving can be stated."
-        for name in curves
+        f"{drawn[name].accuracy_WT[0].max():.1%}), so no saving can be stated."
+        for name in drawn
         if not math.isfinite(flops[name])
     ]
     if flops[reference] == 0:

@@ -10,19 +10,19 @@ from typing import Any
 
 from etils import epath
 
-from opd_jax import report_html, report_tables, statistics
-from opd_jax.report_tables import Table
+from opd_jax.report import markup, statistics, tabular
+from opd_jax.report.tabular import Table
 
 # Column of the csv (mean, low, high each) and how the table writes one value of it.
 QUANTITIES = {
-    "accuracy": report_tables.percent,
-    "flops": report_tables.flops,
-    "length": report_tables.number,
-    "overlap_start": report_tables.percent,
-    "overlap_end": report_tables.percent,
-    "recovery": report_tables.percent,
-    "distill_share": report_tables.percent,
-    "saving": lambda value: report_tables.percent(value, signed=True),
+    "accuracy": tabular.percent,
+    "flops": tabular.flops,
+    "length": tabular.number,
+    "overlap_start": tabular.percent,
+    "overlap_end": tabular.percent,
+    "recovery": tabular.percent,
+    "distill_share": tabular.percent,
+    "saving": lambda value: tabular.percent(value, signed=True),
 }
 DEFINITIONS = {
     "interval": "Mean over seeds with its 95% interval by Student's t; one seed has no interval.",
@@ -68,7 +68,7 @@ def write_sweep(points: Sequence[Mapping[str, Any]], out_dir: str) -> str:
     root = epath.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     (root / "sweep.csv").write_text(_csv(rows))
-    page = report_html.render(
+    page = markup.render(
         title="Sweep",
         subtitle=f"{len(names)} points, {len(points) - len(failures)} of {len(points)} runs done",
         notes=notes,
@@ -158,7 +158,7 @@ def _table(rows: Sequence[Row], empty: Sequence[str]) -> Table:
         [row.name, row.route, str(row.seeds), *(_cell(q, row.estimates[q]) for q in shown)]
         for row in rows
     ]
-    lines += [[name, report_tables.NONE, "0", *[report_tables.NONE] * len(shown)] for name in empty]
+    lines += [[name, tabular.NONE, "0", *[tabular.NONE] * len(shown)] for name in empty]
     return Table(
         "Sweep",
         "Mean over seeds, with its 95% interval after ±.",
@@ -171,7 +171,7 @@ def _table(rows: Sequence[Row], empty: Sequence[str]) -> Table:
 def _cell(quantity: str, found: statistics.Estimate) -> str:
     show = QUANTITIES[quantity]
     if math.isnan(found.value):
-        return report_tables.NONE
+        return tabular.NONE
     half = (found.high - found.low) / 2
     if math.isnan(half) or half < 1e-4 * abs(found.value):
         return show(found.value)
