@@ -1,4 +1,4 @@
-"""Building blocks of configs: complete sections, so that every field can be set on the command line.
+"""Building blocks of configs: complete sections, so that any field can be set as a flag.
 
 The fields and their meaning are in opd_jax/config.py; a config file only says what differs.
 """
@@ -13,35 +13,45 @@ from opd_jax import config
 
 
 def stage(algorithm: str, *, init: str, domains: Mapping[str, float], **changes: Any) -> ConfigDict:
-    """A stage with all its fields; `changes` may be nested, e.g. `optimizer={"learning_rate": 1e-4}`."""
+    """A stage with all its fields; `changes` may be nested: `optimizer={"b2": 0.95}`."""
     default = config.Stage(algorithm=algorithm, init=init, domains=dict(domains), teachers={})
     return section(default, changes)
 
 
-def experiment(name: str, **changes: Any) -> ConfigDict:
-    """An experiment with all its fields: the miniature's student, tokenizer and domains by default."""
+def experiment(
+    name: str,
+    *,
+    stages: Mapping[str, ConfigDict],
+    domains: Mapping[str, Mapping[str, Any]],
+    models: Mapping[str, Mapping[str, Any]] | None = None,
+    **changes: Any,
+) -> ConfigDict:
+    """An experiment with all its fields.
+
+    Args:
+      name: what the report calls it.
+      stages: name -> `stage(...)`; the plan is their order unless `plan` is among the changes.
+      domains: name -> fields of DomainSettings.
+      models: name -> fields of ModelSettings; by default the miniature's student.
+      **changes: other fields of Experiment, sections as nested dicts.
+    """
     default = config.Experiment(
         name=name,
         seed=0,
         tokenizer="nano",
-        models={"student": config.ModelSettings(preset="nano")},
+        models={},
         domains={},
-        plan=(),
+        plan=tuple(stages),
         stages={},
         routes={},
         baseline="",
     )
-    c = section(default, {k: v for k, v in changes.items() if k not in ("stages", "models", "domains")})
-    c.stages = ConfigDict(changes.get("stages", {}))
-    c.domains = ConfigDict(
-        {k: section(config.DomainSettings(**v)) for k, v in changes.get("domains", {}).items()}
-    )
-    c.models = ConfigDict(
-        {
-            k: section(config.ModelSettings(**v))
-            for k, v in changes.get("models", {"student": {"preset": "nano"}}).items()
-        }
-    )
+    c = section(default, changes)
+    models = {"student": {"preset": "nano"}} if models is None else models
+    with c.unlocked():
+        c.stages = ConfigDict(dict(stages))
+        c.domains = ConfigDict({k: section(config.DomainSettings(**v)) for k, v in domains.items()})
+        c.models = ConfigDict({k: section(config.ModelSettings(**v)) for k, v in models.items()})
     return c
 
 
@@ -55,7 +65,8 @@ def section(default: Any, changes: Mapping[str, Any] | None = None) -> ConfigDic
 
 def _update(c: ConfigDict, changes: Mapping[str, Any]) -> None:
     for key, value in changes.items():
-        if isinstance(value, (Mapping, ConfigDict)) and isinstance(c[key], ConfigDict) and len(c[key]):
+        nested = isinstance(c[key], ConfigDict) and len(c[key])
+        if nested and isinstance(value, (Mapping, ConfigDict)):
             _update(c[key], value)
         elif isinstance(value, Mapping):
             c[key] = ConfigDict(value)

@@ -1,6 +1,6 @@
 """Every kind of stage in about a minute on a CPU: what the tests run. Its accuracies mean nothing.
 
-    python -m opd_jax.main --config=configs/smoke.py --workdir=runs/smoke
+python -m opd_jax.main --config=configs/smoke.py --workdir=runs/smoke
 """
 
 from ml_collections import ConfigDict

@@ -88,12 +88,12 @@ def grpo(
     """n samples per prompt, verified; each is compared with its siblings."""
     rollout, text_B = _sample(ctx, params, prompt, step, book)
     length_P, length_B = _lengths(prompt, rollout)
-    reward_Pn = verify(problems, text_B).reshape(len(problems), -1)
     reference_logp_BR = None
     if ctx.reference is not None:
         score = steps.make_score_step(ctx.config, ctx.stage.sampling.temperature, 0)
         reference_logp_BR = score(ctx.reference, rollout).logp_BR
         book.add("reference_score", ledger.score(ctx.config, length_P, length_B))
+    reward_Pn = verify(problems, text_B).reshape(len(problems), -1)
     signal = steps.make_grpo_step(ctx.stage.grpo, *_weighing(ctx.stage))
     group, constant_P = signal(rollout, sharding.put(ctx.mesh, reward_Pn), reference_logp_BR)
     facts = _facts(ctx, rollout, length_B, reward_Pn.reshape(-1))
@@ -114,33 +114,10 @@ def opd(
     rollout, text_B = _sample(ctx, params, prompt, step, book)
     length_P, length_B = _lengths(prompt, rollout)
     whole = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, None)
-    settings, n = loss_settings(ctx.stage), rollout.samples
-    groups, names = [], []
-    for domain, (start, stop) in ctx.ranges.items():
-        teacher = ctx.teachers[domain]
-        part = whole if stop - start == len(problems) else steps.make_take_step(start, stop)(whole)
-        if teacher.spec == FIXED_NEGATIVE:
-            groups.append(steps.fixed_negative_step(part))
-            names.append("")
-            continue
-        teacher_params = params if teacher.params is None else teacher.params
-        if settings.kind == "sampled_token":
-            score = steps.make_score_step(teacher.config, settings.temperature, settings.top_k)
-            part = part.replace(teacher=score(teacher_params, part.rollout))
-        else:
-            hidden = steps.make_hidden_step(teacher.config)
-            # The table is copied where it is the student's own: the update donates that buffer.
-            table_VD = transformer.unembedding(teacher_params)
-            part = part.replace(
-                teacher_hidden_BRD=hidden(teacher_params, part.rollout),
-                teacher_table_VD=table_VD.copy() if teacher.params is None else table_VD,
-            )
-        rows = slice(start * n, stop * n)
-        book.add(
-            "teacher_score", ledger.score(teacher.config, length_P[start:stop], length_B[rows])
-        )
-        groups.append(part)
-        names.append(domain)
+    if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
+        groups, names = [steps.fixed_negative_step(whole)], [""]
+    else:
+        groups, names = _taught(ctx, params, whole, length_P, length_B, book)
     facts = _facts(ctx, rollout, length_B, verify(problems, text_B))
     return Batch(groups, names, length_P, length_B, facts)
 
@@ -211,12 +188,41 @@ def _sample(ctx, params, prompt, step, book):
     return rollout, texts(ctx.tokenizer, rollout)
 
 
+def _taught(ctx, params, whole, length_P, length_B, book):
+    """The batch in one group per domain, each with what its teacher says; and the groups' names."""
+    settings, n = loss_settings(ctx.stage), whole.rollout.samples
+    groups = []
+    for domain, (start, stop) in ctx.ranges.items():
+        teacher = ctx.teachers[domain]
+        part = whole if len(ctx.ranges) == 1 else steps.make_take_step(start, stop)(whole)
+        teacher_params = params if teacher.params is None else teacher.params
+        if settings.kind == "sampled_token":
+            score = steps.make_score_step(teacher.config, settings.temperature, settings.top_k)
+            part = part.replace(teacher=score(teacher_params, part.rollout))
+        else:
+            hidden = steps.make_hidden_step(teacher.config)
+            # The table is copied where it is the student's own: the update donates that buffer.
+            table_VD = transformer.unembedding(teacher_params)
+            part = part.replace(
+                teacher_hidden_BRD=hidden(teacher_params, part.rollout),
+                teacher_table_VD=table_VD.copy() if teacher.params is None else table_VD,
+            )
+        rows = slice(start * n, stop * n)
+        book.add(
+            "teacher_score", ledger.score(teacher.config, length_P[start:stop], length_B[rows])
+        )
+        groups.append(part)
+    return groups, list(ctx.ranges)
+
+
 def _teacher_rollouts(ctx, prompt, step, book):
     """Rollouts of each domain's teacher, joined in row order."""
     parts, n = [], ctx.stage.sampling.samples
+    prompt = jax.tree.map(np.asarray, prompt)
     for domain, (start, stop) in ctx.ranges.items():
         teacher = ctx.teachers[domain]
-        some = sharding.put(ctx.mesh, jax.tree.map(lambda x: np.asarray(x)[start:stop], prompt))
+        some = jax.tree.map(lambda x, rows=slice(start, stop): x[rows], prompt)
+        some = sharding.put(ctx.mesh, some)
         generate = steps.make_rollout_step(teacher.config, ctx.stage.sampling)
         part, _ = generate(teacher.params, some, rng.stream(ctx.seed, "generate", step))
         length_P, length_B = _lengths(some, part)

@@ -1,7 +1,8 @@
 """What a config may say: one frozen dataclass per section, every field documented and read.
 
 A config file builds a ConfigDict with these very fields (see configs/base.py), so each can be
-overridden on the command line; `parse` turns it into these classes and refuses what it does not know.
+overridden on the command line; `parse` turns it into these classes and refuses what it does not
+know.
 """
 
 import dataclasses
@@ -15,6 +16,26 @@ from ml_collections import ConfigDict
 
 from opd_jax.optim import OptimizerSettings
 from opd_jax.rollout import Sampling
+
+
+def one_of(field: str, value: str, allowed: typing.Iterable[str]) -> None:
+    """Raises ValueError naming field, value and the nearest allowed one unless value is allowed."""
+    allowed = list(allowed)
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{field}={value!r}: one of {', '.join(allowed)}{hint}")
+
+
+def at_least(section: str, settings: Any, **lowest: float) -> None:
+    """Raises ValueError naming field and value if one of the fields is below its lowest value.
+
+    Example: at_least("stage", stage, steps=1, prompts=1).
+    """
+    for name, bound in lowest.items():
+        value = getattr(settings, name)
+        if not value >= bound:
+            raise ValueError(f"{section}.{name}={value}: must be at least {bound}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +68,11 @@ class GrpoSettings:
     kl_coefficient: float = 0.0  # Of the KL to the stage's initial weights; 0: no reference.
     kl_kind: str = "k3"  # Estimator of its value; the gradient is the reverse KL's for each.
 
+    def __post_init__(self):
+        at_least("grpo", self, advantage_eps=0, kl_coefficient=0)
+        if self.advantage_ddof not in (0, 1):
+            raise ValueError(f"grpo.advantage_ddof={self.advantage_ddof}: one of 0, 1")
+
 
 @dataclasses.dataclass(frozen=True)
 class OpdSettings:
@@ -57,6 +83,12 @@ class OpdSettings:
     top_k: int = 16  # Candidates of the "top_k" loss and of the overlap diagnostics.
     top_k_form: str = "renormalised"  # A key of objectives.opd.TOPK_MODES; paper 2: "renormalised".
 
+    def __post_init__(self):
+        one_of("opd.loss", self.loss, ("sampled", "reverse_kl", "forward_kl", "jsd", "top_k"))
+        at_least("opd", self, top_k=1)
+        if not 0 <= self.jsd_beta <= 1:
+            raise ValueError(f"opd.jsd_beta={self.jsd_beta}: must be in [0, 1]")
+
 
 @dataclasses.dataclass(frozen=True)
 class SftSettings:
@@ -66,6 +98,9 @@ class SftSettings:
     style: str = "terse"  # Of the solutions.
     reject_wrong: bool = False  # With "teacher": leave out completions that do not verify.
 
+    def __post_init__(self):
+        one_of("sft.source", self.source, ("solutions", "teacher"))
+
 
 @dataclasses.dataclass(frozen=True)
 class StopRule:
@@ -74,6 +109,10 @@ class StopRule:
     patience: int = 0  # Evaluations without a new best before stopping; 0: run the whole budget.
     min_delta: float = 0.005  # A new best must be this much better, in accuracy.
     select: str = "best"  # Which weights the stage hands on: "best" on validation, or "last".
+
+    def __post_init__(self):
+        at_least("stop", self, patience=0, min_delta=0)
+        one_of("stop.select", self.select, ("best", "last"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +126,9 @@ class Stage:
     model: str = "student"  # A key of `models`.
     steps: int = 100  # Budget: updates at most (rollouts, with several updates each).
     prompts: int = 32  # P, per step.
-    sampling: Sampling = Sampling(samples=8, max_new_tokens=12)  # In SFT only R is used.
+    sampling: Sampling = dataclasses.field(  # In SFT only R is used.
+        default_factory=lambda: Sampling(samples=8, max_new_tokens=12)
+    )
     aggregation: str = "token-mean"  # Shared by all algorithms; see objectives/aggregate.py.
     clip_low: float = 0.2  # PPO clip of policy-gradient losses, GRPO's and sampled OPD's alike.
     clip_high: float = 0.28
@@ -95,7 +136,7 @@ class Stage:
     mask_truncated: bool = False  # Leave completions that hit the limit out of the loss.
     updates_per_rollout: int = 1  # Above 1: off-policy updates, held by the clip.
     micro_batches: int = 1  # Pieces an update is computed in; exact for any number.
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     stop: StopRule = StopRule()
     grpo: GrpoSettings = GrpoSettings()
     opd: OpdSettings = OpdSettings()
@@ -103,13 +144,8 @@ class Stage:
 
     def __post_init__(self):
         one_of("stage.algorithm", self.algorithm, ("sft", "grpo", "opd"))
-        one_of("stage.stop.select", self.stop.select, ("best", "last"))
-        one_of("stage.sft.source", self.sft.source, ("solutions", "teacher"))
-        one_of("stage.opd.loss", self.opd.loss,
-               ("sampled", "reverse_kl", "forward_kl", "jsd", "top_k"))  # fmt: skip
-        for name in ("steps", "prompts", "updates_per_rollout", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"stage.{name}={getattr(self, name)}: must be at least 1")
+        at_least("stage", self, steps=1, prompts=1, updates_per_rollout=1, micro_batches=1)
+        at_least("stage", self, clip_low=0, clip_high=0)
         if not self.domains:
             raise ValueError("stage.domains is empty: name at least one domain and its weight")
 
@@ -127,6 +163,11 @@ class EvaluationSettings:
     top_p: float = 1.0
     batch: int = 256  # Prompts sampled at once.
 
+    def __post_init__(self):
+        at_least("evaluation", self, every=1, validation_problems=1, test_problems=1, batch=1)
+        # The sampler knows what it can do; the length is each stage's own.
+        Sampling(self.samples, 1, self.temperature, self.top_k, self.top_p)
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
@@ -135,6 +176,9 @@ class CheckpointSettings:
     every: int = 20  # Updates between checkpoints; one more is written at the end.
     keep_newest: int = 2  # The best on validation is kept besides.
     keep_steps: tuple[int, ...] = ()  # Updates whose checkpoint stays, e.g. for self-GRPO teachers.
+
+    def __post_init__(self):
+        at_least("checkpoint", self, every=1, keep_newest=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +192,7 @@ class MeshSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeSettings:
-    """The machine, not the experiment: none of this changes a result, and a resume may change it."""
+    """The machine, not the experiment: it changes no result, and a resume may change it."""
 
     platform: str = ""  # "cpu" | "gpu" | "tpu": refuse to run on another; "": whatever is there.
     multihost: bool = False  # Start jax.distributed: one process per host.
@@ -179,15 +223,10 @@ class Experiment:
 
     def __post_init__(self):
         one_of("prompt_overflow", self.prompt_overflow, ("error", "drop"))
-
-
-def one_of(field: str, value: str, allowed: typing.Iterable[str]) -> None:
-    """Raises ValueError naming field, value and the nearest allowed one unless value is allowed."""
-    allowed = list(allowed)
-    if value not in allowed:
-        close = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{field}={value!r}: one of {', '.join(allowed)}{hint}")
+        if not self.prompt_buckets or min(self.prompt_buckets) < 1:
+            raise ValueError(
+                f"prompt_buckets={self.prompt_buckets}: name at least one, of 1 or more"
+            )
 
 
 def parse(config: ConfigDict | Mapping[str, Any]) -> Experiment:
@@ -195,8 +234,12 @@ def parse(config: ConfigDict | Mapping[str, Any]) -> Experiment:
 
     Raises:
       ValueError: a key is unknown (with the nearest known one), missing, or of the wrong type.
+      OSError: the config file could not be read, which config_flags only tells on the first look.
     """
-    plain = config.to_dict() if isinstance(config, ConfigDict) else config
+    try:
+        plain = config if isinstance(config, Mapping) else config.to_dict()
+    except OSError as error:
+        raise OSError(" ".join(str(error).split())) from None
     return _build(Experiment, plain, "config")
 
 

@@ -1,4 +1,4 @@
-"""Checks before compute is spent. Each is an error that names the field, the value and the remedy."""
+"""Checks before compute is spent: each an error that names the field, the value and the remedy."""
 
 import math
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from opd_jax.algorithms import Context, Teacher
 from opd_jax.config import Experiment, Stage, one_of
 from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params, PromptBatch
+from opd_jax.data import prompts as prompt_data
 from opd_jax.data import tokenizer as tokenizers
 from opd_jax.models.config import ModelConfig
 from opd_jax.objectives import aggregate, estimators, grpo, opd
@@ -31,6 +32,8 @@ def check_experiment(x: Experiment, batch_shards: int) -> None:
     Raises:
       ValueError: names the field, the value and the remedy.
     """
+    if not x.plan:
+        raise ValueError("plan is empty: name the stages to run, in order")
     for i, name in enumerate(x.plan):
         one_of(f"plan[{i}]", name, x.stages)
         check_stage(x, name, batch_shards)
@@ -58,16 +61,16 @@ def check_stage(x: Experiment, name: str, batch_shards: int) -> None:
     one_of(f"{field}.opd.top_k_form", s.opd.top_k_form, opd.TOPK_MODES)
     for domain in s.domains:
         one_of(f"{field}.domains", domain, x.domains)
-    for key in ("clip_low", "clip_high"):
-        if getattr(s, key) < 0:
-            raise ValueError(f"{field}.{key}={getattr(s, key)}: must not be negative")
     if s.dual_clip and s.dual_clip <= 1:
         raise ValueError(f"{field}.dual_clip={s.dual_clip}: above 1 (usual: 3), or 0 for none")
-    if s.algorithm == "opd" and s.opd.top_k < 1:
-        raise ValueError(f"{field}.opd.top_k={s.opd.top_k}: must be at least 1 (usual: 16)")
     _check_sampling(s, field)
     _check_sources(x, name)
     _check_division(s, field, batch_shards)
+    try:
+        quotas = prompt_data.quotas(s.domains, s.prompts)
+    except ValueError as error:
+        raise ValueError(f"{field}.domains: {error}") from None
+    check_ranges(s, field, quotas, batch_shards)
 
 
 def _check_sampling(s: Stage, field: str) -> None:
@@ -97,8 +100,12 @@ def _check_sources(x: Experiment, name: str) -> None:
     if init.kind in CONTROLS:
         raise ValueError(f"{field}.init={s.init!r}: a control is no initial model")
     sources = {f"{field}.init": init}
-    needs_teacher = s.algorithm == "opd" or (s.algorithm == "sft" and s.sft.source == "teacher")
-    if needs_teacher and (missing := sorted(set(s.domains) - set(s.teachers))):
+    if s.algorithm == "grpo" and s.teachers:
+        raise ValueError(
+            f"{field}.teachers={s.teachers}: GRPO learns from verifiers and has no teacher; leave "
+            "it {}, or set algorithm='opd'"
+        )
+    if _needs_teacher(s) and (missing := sorted(set(s.domains) - set(s.teachers))):
         raise ValueError(
             f"{field}.teachers: no teacher for domain(s) {', '.join(missing)}; every row needs "
             "exactly one, e.g. teachers={'" + missing[0] + "': 'stage:NAME'}"
@@ -119,11 +126,30 @@ def _check_sources(x: Experiment, name: str) -> None:
         if source.kind == "stage":
             one_of(f"{where} (an earlier stage)", source.name, earlier)
             _check_kept(x, where, source)
+    if init.kind == "stage" and not _same_shape(x, s.model, x.stages[init.name].model):
+        raise ValueError(
+            f"{field}.model={s.model!r}: {field}.init={s.init!r} has the weights of model "
+            f"{x.stages[init.name].model!r}, which is another; name that one"
+        )
+
+
+def _same_shape(x: Experiment, one: str, other: str) -> bool:
+    """Whether two entries of `models` describe the same weights; they may compute differently."""
+    a, b = x.models[one], x.models[other]
+    return (a.preset, a.hf) == (b.preset, b.hf)
 
 
 def _check_kept(x: Experiment, where: str, source) -> None:
-    """A step asked for must be one that the stage keeps a checkpoint of."""
-    if source.step is None or source.step in x.checkpoint.keep_steps:
+    """A step asked for must be one that the stage reaches and keeps a checkpoint of."""
+    if source.step is None:
+        return
+    budget = x.stages[source.name].steps
+    if source.step > budget:
+        raise ValueError(
+            f"{where} wants step {source.step} of stage {source.name!r}, which ends at "
+            f"{budget}; name an earlier one or raise stages.{source.name}.steps"
+        )
+    if source.step in x.checkpoint.keep_steps:
         return
     raise ValueError(
         f"{where} wants step {source.step} of stage {source.name!r}, whose checkpoint may be gone "
@@ -136,21 +162,41 @@ def _check_division(s: Stage, field: str, batch_shards: int) -> None:
     if s.prompts % pieces:
         raise ValueError(
             f"{field}.prompts={s.prompts} does not divide into {s.micro_batches} micro-batch(es) "
-            f"over {batch_shards} device(s) of the data and fsdp axes; make it a multiple of {pieces}"
+            f"over {batch_shards} device(s) of the data and fsdp axes; make it a multiple of "
+            f"{pieces}"
         )
 
 
 def check_ranges(s: Stage, field: str, quotas: Mapping[str, int], batch_shards: int) -> None:
-    """Rows of one teacher are a sub-batch of their own, and must divide as the batch does."""
-    if s.algorithm != "opd" or len(quotas) == 1:
+    """Rows of one teacher are a sub-batch of their own, and must divide as the batch does.
+
+    Args:
+      s: the stage.
+      field: its path in the config.
+      quotas: domain -> its prompts in every batch.
+      batch_shards: devices that share a batch.
+
+    Raises:
+      ValueError: names the domain, its prompts and the number they must divide by.
+    """
+    for domain, quota in quotas.items():
+        if quota == 0:
+            raise ValueError(
+                f"{field}.domains.{domain}: no prompt of the batch; leave the domain out"
+            )
+    if not _needs_teacher(s) or len(quotas) == 1:
         return
-    pieces = s.micro_batches * batch_shards
+    pieces = batch_shards * (s.micro_batches if s.algorithm == "opd" else 1)
     for domain, quota in quotas.items():
         if quota % pieces:
             raise ValueError(
                 f"{field}.domains.{domain}: {quota} of {s.prompts} prompts do not divide into "
                 f"{pieces} equal pieces (micro-batches times devices); change prompts or weights"
             )
+
+
+def _needs_teacher(s: Stage) -> bool:
+    return s.algorithm == "opd" or (s.algorithm == "sft" and s.sft.source == "teacher")
 
 
 def check_model(config: ModelConfig, name: str, tokenizer: tokenizers.Tokenizer) -> None:
@@ -172,7 +218,11 @@ def check_length(config: ModelConfig, field: str, columns: int) -> None:
 
 
 def check_teacher(
-    teacher: Teacher, field: str, student: ModelConfig, tokenizer: tokenizers.Tokenizer, columns: int
+    teacher: Teacher,
+    field: str,
+    student: ModelConfig,
+    tokenizer: tokenizers.Tokenizer,
+    columns: int,
 ) -> None:
     """Teacher and student must speak of the same tokens, and the teacher must see all of them."""
     if teacher.params is None:
@@ -180,20 +230,23 @@ def check_teacher(
     check_length(teacher.config, f"{field} (the teacher)", columns)
     if teacher.config.vocab_size != student.vocab_size:
         raise ValueError(
-            f"{field}: the teacher's vocabulary has {teacher.config.vocab_size} rows, the student's "
-            f"{student.vocab_size}; they must be the same for log-probs to be compared"
+            f"{field}: the teacher's vocabulary has {teacher.config.vocab_size} rows, the "
+            f"student's {student.vocab_size}; they must be the same for log-probs to be compared"
         )
     source = parse(teacher.spec, field)
     if source.kind != "hf":
         return
     other = tokenizers.load(source.name)
     if difference := tokenizers.first_difference(tokenizer, other):
-        raise ValueError(f"{field}: the teacher's tokenizer differs from the student's: {difference}")
+        raise ValueError(
+            f"{field}: the teacher's tokenizer differs from the student's: {difference}"
+        )
     if set(other.stop_ids) != set(tokenizer.stop_ids):
         raise ValueError(
             f"{field}: the teacher stops at tokens {sorted(other.stop_ids)}, the student at "
             f"{sorted(tokenizer.stop_ids)}: a teacher that never rewards the student's stop makes "
-            "completions grow without end. Give both the same eos_token_id in generation_config.json"
+            "completions grow without end; give both the same eos_token_id in "
+            "generation_config.json"
         )
 
 
@@ -218,8 +271,8 @@ def check_ratio(ctx: Context, params: Params, prompt: PromptBatch) -> float:
     if not worst <= limit:
         raise ValueError(
             f"sampler and scorer disagree on the same weights by up to {worst:.3g} nats a token "
-            f"(ratio {math.exp(min(worst, 50)):.3g}, limit {limit} for {ctx.config.dtype}). Look at "
-            "the model's config (rope_theta, head_dim, norm_eps) and its dtype before training"
+            f"(ratio {math.exp(min(worst, 50)):.3g}, limit {limit} for {ctx.config.dtype}). Look "
+            "at the model's config (rope_theta, head_dim, norm_eps) and its dtype before training"
         )
     return worst
 

@@ -44,7 +44,7 @@ ASIDE = ("evaluation", "remat")
 
 @dataclasses.dataclass
 class Ledger:
-    """Cumulative FLOPs by phase of one stage. Python floats: exact up to 2**53, then to 16 digits."""
+    """Cumulative FLOPs by phase of one stage, in floats: exact to 2**53, then to 16 digits."""
 
     flops: dict[str, float] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(TRAINING + ASIDE, 0.0)
@@ -138,7 +138,10 @@ def update(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
 
 
 def remat(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
-    """What a full rematerialisation of the layers adds: one more forward of them."""
+    """What a full rematerialisation of the layers adds: one more forward of them.
+
+    The scorer computes a tile's logits again as well, where there is more than one; not counted.
+    """
     if c.remat == "none":
         return 0.0
     heads = float(np.sum(length_B)) * head_per_token(c)

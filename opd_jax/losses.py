@@ -9,6 +9,7 @@ it is weighted by the same aggregation.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -36,14 +37,14 @@ class LossSettings:
     dual_clip: float  # 0: none.
     kl_coefficient: float  # Of the KL to a reference; needs `reference_logp_BR` if not 0.
     kl_kind: str
-    top_k: int  # Of the overlap diagnostics and the top-k loss; 0: no diagnostics.
+    top_k: int  # Of the top-k loss and of the overlap diagnostics; 0: none of these.
     top_k_form: str
     jsd_beta: float
 
 
 @struct.dataclass
 class Group:
-    """Rows that share one source of signal, ready for an update. Fields a loss does not use: None."""
+    """Rows that share one source of signal, ready for an update. None: the loss does not use it."""
 
     rollout: Rollout
     weight_BR: jax.Array  # fp32, from aggregate.token_weights over the WHOLE batch.
@@ -83,11 +84,10 @@ def group_loss(
 ) -> tuple[jax.Array, Metrics]:
     """The weighted sum of a group's terms under the student, and its metrics.
 
-    Losses of groups and of micro-batches add up to the loss of the batch.
+    Losses of groups and of micro-batches add up to the loss of the batch. What the rollout, the
+    advantages or a teacher hold where the mask is False is never read: not a NaN, not a token.
     """
     rollout, mask_BR = group.rollout, group.rollout.mask_BR
-    hidden_BRD = transformer.completion_hidden(params, config, rollout.prompt, rollout.tokens_BR)
-    table_VD = transformer.unembedding(params)
     columns = {
         "tokens": rollout.tokens_BR,
         "behaviour_logp": rollout.logp_BR,
@@ -97,6 +97,9 @@ def group_loss(
         "teacher_hidden": group.teacher_hidden_BRD,
     }
     columns = {k: v for k, v in columns.items() if v is not None}
+    columns = jax.tree.map(functools.partial(aggregate.keep, mask_BR), columns)
+    hidden_BRD = transformer.completion_hidden(params, config, rollout.prompt, columns["tokens"])
+    table_VD = transformer.unembedding(params)
     tile = TILES[settings.kind]
 
     def terms(hidden_BCD: jax.Array, columns: Columns) -> Terms:
@@ -142,7 +145,7 @@ def policy_gradient(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Term
 
 
 def sampled_token(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Terms:
-    """OPD on the sampled token: GRPO's term, with the teacher's advantage in place of a reward's."""
+    """OPD on the sampled token: GRPO's term, the teacher's advantage in place of a reward's."""
     advantage_BC = opd.sampled_token_advantage(
         columns["teacher"].logp_BR, columns["behaviour_logp"]
     )
@@ -155,9 +158,8 @@ def divergence(measure: Callable[[jax.Array, jax.Array, LossSettings], jax.Array
     def tile(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Terms:
         teacher_z_BCV = jax.lax.stop_gradient(columns["teacher_logits"])
         loss_BC = measure(z_BCV, teacher_z_BCV, s)
-        k = max(s.top_k, 1)
-        student = scoring.score_logits(jax.lax.stop_gradient(z_BCV), columns["tokens"], k)
-        teacher = scoring.score_logits(teacher_z_BCV, columns["tokens"], k)
+        student = scoring.score_logits(jax.lax.stop_gradient(z_BCV), columns["tokens"], s.top_k)
+        teacher = scoring.score_logits(teacher_z_BCV, columns["tokens"], s.top_k)
         return {"loss": loss_BC, "entropy": student.entropy_BR} | diagnostics(student, teacher)
 
     return tile
@@ -183,19 +185,26 @@ def supervised(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Terms:
 
 
 def diagnostics(student: Scores, teacher: Scores) -> Terms:
-    """What paper 2 looks at, per position (eq. 6-10), and the sampled estimate of the reverse KL."""
+    """What paper 2 looks at, per position (eq. 6-10), and the sampled estimate of the reverse KL.
+
+    Without top-k lists (k = 0) the overlap is left out.
+    """
+    out = {
+        "kl": student.logp_BR - teacher.logp_BR,
+        "entropy_student": student.entropy_BR,
+        "entropy_teacher": teacher.entropy_BR,
+        "entropy_gap": opd.entropy_gap(student.entropy_BR, teacher.entropy_BR),
+    }
+    if student.top_ids_BRk.shape[-1] == 0:
+        return out
     shared = opd.overlap(
         student.top_ids_BRk, student.top_logp_BRk, teacher.top_ids_BRk, teacher.top_logp_BRk
     )
-    return {
-        "kl": student.logp_BR - teacher.logp_BR,
+    return out | {
         "overlap_ratio": shared.ratio,
         "overlap_advantage": shared.advantage,
         "overlap_mass_student": shared.mass_student,
         "overlap_mass_teacher": shared.mass_teacher,
-        "entropy_student": student.entropy_BR,
-        "entropy_teacher": teacher.entropy_BR,
-        "entropy_gap": opd.entropy_gap(student.entropy_BR, teacher.entropy_BR),
     }
 
 

@@ -14,7 +14,9 @@ from opd_jax import config as config_lib
 from opd_jax import pipeline, train
 from opd_jax.infra import distributed
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Path of a config file.", lock_config=True
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for everything that the run writes.")
 
 
@@ -35,10 +37,21 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: {error}")
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's parser; errors of overrides become one line without a traceback."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError, TypeError, OSError) as error:
+        reason = error
+        while isinstance(reason, Exception) and reason.args and not isinstance(reason, OSError):
+            reason = reason.args[0]
+        sys.exit(f"error: command line: {' '.join(str(reason).split())}")
+
+
 def cli() -> None:
     """Entry point."""
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from opd_jax.config import Experiment, Stage
 from opd_jax.core import sharding, tree
 from opd_jax.data import prompts as prompt_data
 from opd_jax.data import tokenizer as tokenizers
-from opd_jax.data.problem import Problem
+from opd_jax.data.problem import SPLITS, Problem
 from opd_jax.evaluate import Evaluator
 from opd_jax.infra import distributed
 from opd_jax.infra.preemption import StopSignal
@@ -37,12 +37,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grai
 FREE_SECTIONS = ("runtime", "mesh")
 
 
-def run(experiment: Experiment, workdir: str) -> str:
+def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | None = None) -> str:
     """Runs every stage that is not finished and writes the report.
 
     Args:
       experiment: the parsed config.
       workdir: a directory for this experiment alone; any path that epath takes.
+      devices: what to run on; None: all there are.
 
     Returns:
       The summary table.
@@ -53,18 +54,18 @@ def run(experiment: Experiment, workdir: str) -> str:
     """
     directory = epath.Path(workdir)
     require_writable(directory)
-    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
+    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
     with jax.set_mesh(mesh), StopSignal() as stop:
         guards.check_experiment(experiment, guards.batch_shards(mesh))
-        record_plan(experiment, directory)
+        check_plan(experiment, directory)
         runner = _Runner(experiment, directory, mesh, stop)
+        runner.check()
+        record_plan(experiment, directory)
         for name in experiment.plan:
             if (directory / name / "result.json").exists():
                 logging.info("stage %s is finished: skipped", name)
                 continue
             runner.run(name)
-            if distributed.is_writer():
-                report.write(directory)
     return report.write(directory) if distributed.is_writer() else ""
 
 
@@ -80,6 +81,16 @@ class _Runner:
             guards.check_model(self.models[name], name, self.tokenizer)
         self.weights = Weights(experiment, directory, mesh, self.models)
         self.problems: dict[tuple[str, str], list[Problem]] = {}
+
+    def check(self) -> None:
+        """Looks at all stages before the first is trained: their lengths and their problems."""
+        for name in self.x.plan:
+            stage, field = self.x.stages[name], f"stages.{name}"
+            columns = max(self.x.prompt_buckets) + stage.sampling.max_new_tokens
+            guards.check_length(self.models[stage.model], field, columns)
+            for domain in stage.domains:
+                for split in SPLITS:
+                    self.load(domain, split)
 
     def run(self, name: str) -> None:
         """Prepares one stage, checks it on the real weights, and trains it."""
@@ -189,22 +200,30 @@ def some(problems: Sequence[Problem], count: int) -> list[Problem]:
     return [problems[i] for i in sorted(order)]
 
 
-def record_plan(experiment: Experiment, directory: epath.Path) -> None:
-    """Writes plan.json at the first start; at a later one, refuses another config.
+def check_plan(experiment: Experiment, directory: epath.Path) -> None:
+    """Refuses a workdir that was started with another config.
 
     Raises:
       ValueError: lists every key that differs.
     """
     config = json.loads(json.dumps(dataclasses.asdict(experiment)))
     path = directory / "plan.json"
-    if path.exists():
-        differing = config_differences(json.loads(path.read_text())["config"], config)
-        if differing:
-            raise ValueError(
-                f"{directory} was started with another config; use a new workdir, or restore:\n  "
-                + "\n  ".join(differing)
-            )
+    if not path.exists():
         return
+    differing = config_differences(json.loads(path.read_text())["config"], config)
+    if differing:
+        raise ValueError(
+            f"{directory} was started with another config; use a new workdir, or restore:\n  "
+            + "\n  ".join(differing)
+        )
+
+
+def record_plan(experiment: Experiment, directory: epath.Path) -> None:
+    """Writes plan.json when the experiment begins: what the report and later starts go by."""
+    path = directory / "plan.json"
+    if path.exists() or not distributed.is_writer():
+        return
+    config = json.loads(json.dumps(dataclasses.asdict(experiment)))
     plan = {
         "name": experiment.name,
         "seed": experiment.seed,
@@ -218,8 +237,7 @@ def record_plan(experiment: Experiment, directory: epath.Path) -> None:
         "routes": config["routes"],
         "baseline": experiment.baseline,
     }
-    if distributed.is_writer():
-        path.write_text(json.dumps(plan, indent=1))
+    path.write_text(json.dumps(plan, indent=1))
 
 
 def config_differences(old: Any, new: Any, path: str = "") -> list[str]:

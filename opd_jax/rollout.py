@@ -1,8 +1,8 @@
 """The sampler: prompts in, completions out, in one jitted program.
 
 Every unique prompt is prefilled once, whatever the number of samples, and its keys and values are
-shared by them. All completions start in column 0 of their own cache, so one decode step runs token t
-of every row. The loop ends when every row has stopped. The sampler knows token ids only.
+shared by them. All completions start in column 0 of their own cache, so one decode step runs token
+t of every row. The loop ends when every row has stopped. The sampler knows token ids only.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Sampling:
         for name in ("samples", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sampling.{name}={getattr(self, name)}: must be at least 1")
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"sampling.temperature={self.temperature}: must not be negative")
         if self.top_k < 0:
             raise ValueError(f"sampling.top_k={self.top_k}: must not be negative (0: no filter)")
@@ -218,7 +218,8 @@ def keep_likeliest(z_BV: jax.Array, top_k: int, top_p: float) -> jax.Array:
     keep_BV = rank_BV < (top_k or V)
     sorted_BV = -jnp.sort(-jax.nn.softmax(z, axis=-1), axis=-1)
     before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
-    allowed_B = (before_BV < top_p - 1e-6).sum(-1)  # The slack keeps .5 + .3 from passing as < .8.
+    # The slack keeps .5 + .3 from passing as < .8; the likeliest token stays at any p.
+    allowed_B = jnp.maximum((before_BV < top_p - 1e-6).sum(-1), 1)
     keep_BV &= (rank_BV < allowed_B[:, None]) | (top_p == 1)
     z = jnp.where(keep_BV, z, -jnp.inf)
     return jax.sharding.reshard(z, sharding.spec("batch", "vocab"))

@@ -1,12 +1,13 @@
 """The scorer: from hidden states and an unembedding table to log-probs, entropies and top-k.
 
-One scorer serves the teacher, the reference, the behaviour check and, with gradient, the student in
-every loss. It works in tiles of rows that each cover the whole vocabulary: inside a tile everything
-is a plain reduction over logits, and then the tile is dropped. `[B, R, V]` never exists; the largest
-array is one tile of fp32 logits, and in the backward pass that tile is computed again.
+One scorer serves the teacher, the reference, the behaviour check and, with gradient, the student
+in every loss. It works in tiles of rows that each cover the whole vocabulary: inside a tile
+everything is a plain reduction over logits, and then the tile is dropped. `[B, R, V]` never exists;
+the largest array is one tile of fp32 logits, and in the backward pass that tile is computed again.
 
-Under a mesh whose `tensor` axis shards the vocabulary, reductions become partial ones (a maximum and
-a sum per shard); only gathers and top-k need care, and they exchange k numbers per row, never logits.
+Under a mesh whose `tensor` axis shards the vocabulary, reductions become partial ones (a maximum
+and a sum per shard); only gathers and top-k need care, and they exchange k numbers per row, never
+logits.
 """
 
 import functools
@@ -25,7 +26,15 @@ MIN_TILE_ROWS, MAX_TILE_ROWS = 1024, 8192
 
 
 def logits(hidden_BCD: jax.Array, table_VD: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """fp32 logits `[B, C, V]` of some columns, divided by the temperature; vocabulary-sharded."""
+    """fp32 logits `[B, C, V]` of some columns, divided by the temperature; vocabulary-sharded.
+
+    Raises:
+      ValueError: the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature}: log-probs need a positive one; score greedy samples at 1"
+        )
     z_BCV = jnp.einsum(
         "BCD,VD->BCV",
         hidden_BCD,
@@ -57,6 +66,10 @@ def top(x_BCV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest values along the vocabulary and their ids, `[B, C, k]`, largest first. Exact.
 
     Each vocabulary shard offers its own k; the winners are chosen among k candidates per shard.
+    Of equal values the lower id comes first.
+
+    Raises:
+      ValueError: k is more than the vocabulary.
     """
     if k > x_BCV.shape[-1]:
         raise ValueError(f"top_k={k} is more than the vocabulary, {x_BCV.shape[-1]} tokens")
@@ -70,7 +83,7 @@ def top(x_BCV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     rows = sharding.spec("batch", None, None)
     value, index = jax.shard_map(shard, in_specs=candidates, out_specs=(candidates,) * 2)(x_BCV)
     value, index = jax.sharding.reshard((value, index), rows)
-    if value.shape[-1] == k:
+    if sharding.axis_size("tensor") == 1:
         return value, index
     value, best = jax.shard_map(
         lambda v: tuple(jax.lax.top_k(v, k)), in_specs=rows, out_specs=(rows, rows)
@@ -93,7 +106,8 @@ def score_logits(z_BCV: jax.Array, tokens_BC: jax.Array, top_k: int = 0) -> Scor
     if top_k:
         value_BCk, ids_BCk = top(jax.lax.stop_gradient(z_BCV), top_k)
     else:
-        value_BCk, ids_BCk = z_BCV[..., :0], tokens_BC[..., None][..., :0]
+        ids_BCk = tokens_BC[..., None][..., :0]
+        value_BCk = ids_BCk.astype(z_BCV.dtype)
     top_logp_BCk = value_BCk - jax.lax.stop_gradient(lse_BC)[..., None]
     return Scores(logp_BC, entropy(z_BCV, lse_BC), ids_BCk, top_logp_BCk)
 
@@ -120,6 +134,9 @@ def score(
     Returns:
       Scores, fp32. Differentiable in `hidden_BRD` and `table_VD` through log-probs and entropy.
     """
+    # Gathered over `fsdp` once and not in every tile. It stays fp32, and so does the sum of its
+    # gradients over tiles.
+    table_VD = jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
 
     def tile(hidden_BCD, tokens_BC):
         return score_logits(logits(hidden_BCD, table_VD, temperature), tokens_BC, top_k)

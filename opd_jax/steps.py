@@ -137,8 +137,11 @@ def make_grpo_step(
 def fixed_negative_step(group: Group) -> Group:
     """The teacher-free control of OPD: see opd.fixed_negative_advantage."""
     rollout = group.rollout
-    advantage_BR = opd.fixed_negative_advantage(rollout.logp_BR, rollout.mask_BR)
-    return group.replace(advantage_BR=advantage_BR)
+    # The threshold is a quantile over all rows, and a sort needs them in one place.
+    logp_BR, mask_BR = jax.sharding.reshard((rollout.logp_BR, rollout.mask_BR), sharding.spec())
+    advantage_BR = opd.fixed_negative_advantage(logp_BR, mask_BR)
+    layout = sharding.spec("batch", "time")
+    return group.replace(advantage_BR=jax.sharding.reshard(advantage_BR, layout))
 
 
 @functools.cache
@@ -232,6 +235,8 @@ def split_prompts(group: Group, pieces: int) -> Group:
         per_prompt = x.shape[0] // P
         x = x.reshape(P // pieces, pieces, per_prompt, *x.shape[1:])
         x = jnp.moveaxis(x, 1, 0)
-        return x.reshape(pieces, P // pieces * per_prompt, *x.shape[3:])
+        x = x.reshape(pieces, P // pieces * per_prompt, *x.shape[3:])
+        # Where a piece is one prompt, reshape takes the axis of pieces for the batch.
+        return jax.sharding.reshard(x, sharding.spec(None, "batch", *(None,) * (x.ndim - 2)))
 
     return jax.tree.map(split, group)

@@ -334,4 +334,6 @@ def named_metrics(metrics: Mapping[str, Any], batch: Batch) -> dict[str, float]:
 
 def abstract(state: TrainState) -> TrainState:
     """Shapes, dtypes and layouts of a state."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )

@@ -1,6 +1,7 @@
 """People's own problems: what a line may hold, and that a wrong one is named."""
 
 import json
+import time
 
 import pytest
 
@@ -82,6 +83,10 @@ def test_splits_by_hash_do_not_depend_on_other_lines(tmp_path):
         ({**GOOD, "solutions": {"terse": "8"}}, "solution 'terse' does not verify: '8'"),
         ({**GOOD, "answer": "07"}, "answer '07' is not an integer"),
         ({**GOOD, "answer": " ", "verifier": "exact"}, "answer is empty"),
+        ({**GOOD, "answer": "about 7", "verifier": "number"}, "answer 'about 7' is not a number"),
+        ({**GOOD, "answer": "", "verifier": "number"}, "answer '' is not a number"),
+        ({**GOOD, "answer": "7/0", "verifier": "number"}, "answer '7/0' is not a number"),
+        ({**GOOD, "answer": [7], "verifier": "number"}, r"answer '\[7\]' is not a number"),
         ({**GOOD, "verifier": "program"}, "program answer '7' must be"),
         ({**GOOD, "verifier": "program", "answer": {"shown": [], "hidden": []}}, "must be"),
         ({**GOOD, "verifier": "program", "answer": {"shown": [[1]], "hidden": []}}, "must be"),
@@ -112,3 +117,39 @@ def test_files_that_cannot_serve(tmp_path):
         domains.load(spec, "test", [1], "unused")
     with pytest.raises(ValueError, match=r"has no level \[2\]; its levels: \[1\]"):
         domains.load(spec, "train", [2], "unused")
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("18", ["18", "it is 18.", "#### 18", r"so \boxed{18}.", "3, then **18**", "18 eggs"],
+         ["", "eighteen", "18 of 20", "1.8", "-18", "118", "18.5", "1\u0668"]),
+        ("1430", ["1,430", "1430.0", "$1,430.00.", r"\$1430", "1{,}430", "1.43e3", "€1430"],
+         ["1,43", "430", "1430,0", "21,430", "1,430,0", "1,1,430"]),
+        (1430, ["1,430"], ["1"]),
+        ("-5", ["-5", "x=-5.", "-$5", "$-5", "\u22125", "(-5)"], ["5", "9-5", "(9)-5", "item-5"]),
+        ("5", ["9-4=5", "9-5", "2 + 3 = 5."], ["- 4", "-5", "5-4"]),
+        ("0.5", [".5", "1/2", r"\frac{1}{2}", r"\dfrac{2}{4}", "5e-1"], ["5", "2", ".05", "1/0"]),
+        ("2", ["2", "6/3"], ["1/2", r"\frac{1}{2}", "1e2"]),
+        ("1,000", ["1000", "1,000"], ["(1,000,0)", "1"]),
+    ],
+)  # fmt: skip
+def test_r01_r02_the_last_number_counts_whatever_its_form(tmp_path, answer, right, wrong):
+    line = {**GOOD, "answer": answer, "verifier": "number", "split": "train"}
+    (problem,) = domains.load(write(tmp_path, line), "train", [1], "unused")
+    for text in right:
+        assert domains.verify(problem, text), text
+    for text in wrong:
+        assert not domains.verify(problem, text), text
+
+
+def test_r11_r15_no_text_holds_up_the_number_verifier():
+    verifier = domains.VERIFIERS["number"]
+    start = time.monotonic()
+    for piece in ["1", "1,", "1,000", "1{,}000", "-", "$", "1/", ".1", "1e9", "\\frac{1}{1"]:
+        assert not verifier.verify("7", piece * 50_000), piece
+    for huge in ("1e999999999", "1" * 5_000, "1/" + "0" * 5_000):
+        assert not verifier.verify("7", huge)
+    assert verifier.verify("1000", "1e3")
+    assert verifier.verify("7", "9" * 5_000 + " 7")
+    assert time.monotonic() - start < 5

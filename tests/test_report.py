@@ -260,6 +260,4 @@ def test_a_sweep_without_routes_shows_the_last_stage(tmp_path):
     synthetic.write_result(tmp_path, spec, 3)
     page.write(tmp_path)
     point = {"name": "only", "seed": 0, "workdir": tmp_path, "status": "done", "error": None}
-    assert re.search(
-        r"only +base +1 +50\.0% +2\.40 GFLOP", sweep.write_sweep([point], tmp_path)
-    )
+    assert re.search(r"only +base +1 +50\.0% +2\.40 GFLOP", sweep.write_sweep([point], tmp_path))

@@ -44,7 +44,12 @@ def test_tree_differences_name_every_path():
     b = {"x": jax.numpy.ones(2), "y": {"z": jax.numpy.zeros((3, 2))}, "new": jax.numpy.zeros(1)}
     with pytest.raises(ValueError, match="4 difference") as error:
         tree.check_same(a, b, "params", values=True)
-    for path in ("['gone']: missing", "['new']: unexpected", "['x']: values", "['y']['z']: expected"):
+    for path in (
+        "['gone']: missing",
+        "['new']: unexpected",
+        "['x']: values",
+        "['y']['z']: expected",
+    ):
         assert path in str(error.value)
     tree.check_same(a, a, "params", values=True)
     assert tree.first_nonfinite({"a": {"b": jax.numpy.array([1.0, jax.numpy.nan])}}) == "['a']['b']"

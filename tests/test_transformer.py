@@ -1,4 +1,3 @@
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,9 @@ C = tiny.CONFIG
 
 
 def run_forward(params, rows, lengths):
-    return np.asarray(jax.jit(lambda p, t, n: transformer.forward(p, C, t, n))(params, rows, lengths))
+    return np.asarray(
+        jax.jit(lambda p, t, n: transformer.forward(p, C, t, n))(params, rows, lengths)
+    )
 
 
 def run_completion(params, prompt, tokens):
@@ -136,9 +137,7 @@ def test_m12_values_of_padding_change_nothing_and_rows_do_not_mix(mesh):
     np.testing.assert_array_equal(got, want)
     # A row alone, without the batch around it.
     one = jax.tree.map(lambda x: x[1:2], prompt)
-    np.testing.assert_allclose(
-        run_completion(params, one, tokens[2:4]), want[2:4], atol=1e-5
-    )
+    np.testing.assert_allclose(run_completion(params, one, tokens[2:4]), want[2:4], atol=1e-5)
     # Right padding of whole rows.
     rows, lengths = tiny.whole_rows(prompt, tokens)
     wide = np.pad(rows, [(0, 0), (0, 3)], constant_values=9)

@@ -11,10 +11,10 @@ To add a procedural domain, write a module beside `arithmetic.py` and name it in
     DOMAIN = Domain(generate, EXACT, version="1.0.0")
 
 Split, ids, storage and most tests follow from the table; `tools/train_tokenizer.py` takes new
-characters into the miniature's vocabulary. For another kind of marking than EXACT or INTEGER, give
-a Verifier of your own: `verify(answer, completion)` must be fast and must not raise, whatever the
-text. To use a file of your own problems no code is needed: name the domain "jsonl:PATH" (see
-`jsonl.py`).
+characters into the miniature's vocabulary. For another kind of marking than EXACT, INTEGER or
+NUMBER, give a Verifier of your own: `verify(answer, completion)` must be fast and must not raise,
+whatever the text. To use a file of your own problems no code is needed: name the domain
+"jsonl:PATH" (see `jsonl.py`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from typing import overload
 
 from opd_jax.data.problem import SPLITS, Problem
 from opd_jax.domains import arithmetic, builder, countdown, jsonl, logic, program
-from opd_jax.domains.answers import EXACT, INTEGER, Domain, Verifier, did_you_mean
+from opd_jax.domains.answers import EXACT, INTEGER, NUMBER, Domain, Verifier, did_you_mean
 
 DOMAINS: dict[str, Domain] = {
     "arithmetic": arithmetic.DOMAIN,
@@ -35,6 +35,7 @@ DOMAINS: dict[str, Domain] = {
 VERIFIERS: dict[str, Verifier] = {
     "exact": EXACT,
     "integer": INTEGER,
+    "number": NUMBER,
     **{name: domain.verifier for name, domain in DOMAINS.items()},
 }
 

@@ -3,9 +3,22 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import NamedTuple
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+
+# Commas part thousands only where every group has three digits: "1,430" is one number, "1,2" two.
+# A minus behind a word or a bracket is a subtraction or a hyphen. The exponent is short, so that
+# no text can ask for a number that fills the memory.
+_NUMBER = re.compile(
+    r"""(?P<sign> (?<![\w)\]}]) [-\u2212])?  (?:\\?[$€£¥])?  (?P<minus> (?<=[$€£¥]) [-\u2212])?
+    (?P<digits> (?: (?<![0-9],) [0-9]{1,3} (?: (?:,|\{,\}) [0-9]{3} )+ (?![0-9]) | [0-9]+ )
+        (?: \.[0-9]+ )? | (?<![\w.]) \.[0-9]+ )
+    (?P<rest> [eE][-+]?[0-9]{1,3} (?![0-9]) | /[0-9]+ )?""",
+    re.VERBOSE | re.ASCII,
+)
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 
 
 class Draft(NamedTuple):
@@ -76,5 +89,28 @@ def _check_exact(answer: str) -> None:
         raise ValueError("answer is empty: an empty completion would be right")
 
 
+def _number(match: re.Match[str]) -> Fraction | None:
+    """The exact value of what _NUMBER found; None for a division by 0 or thousands of digits."""
+    sign = "-" if match["sign"] or match["minus"] else ""
+    digits = match["digits"].replace("{,}", "").replace(",", "")
+    try:
+        return Fraction(sign + digits) * Fraction(f"1{match['rest'] or ''}")
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _verify_number(answer: str, completion: str) -> bool:
+    # Since the last number counts, "#### 42" and "\\boxed{42}" need no rule of their own.
+    found = list(_NUMBER.finditer(_LATEX_FRACTION.sub(r"\1/\2", completion)))
+    return bool(found) and _number(found[-1]) == _number(_NUMBER.fullmatch(answer.strip()))
+
+
+def _check_number(answer: str) -> None:
+    match = _NUMBER.fullmatch(answer.strip())
+    if match is None or _number(match) is None:
+        raise ValueError(f"answer {answer!r} is not a number written like 42, -3.5, 1,430 or 1/2")
+
+
 INTEGER = Verifier(_verify_integer, _check_integer)
 EXACT = Verifier(_verify_exact, _check_exact)
+NUMBER = Verifier(_verify_number, _check_number)

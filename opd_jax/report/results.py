@@ -132,8 +132,7 @@ def _stage(
     base = records.at_selected(records.plan["baseline"])
     entry["gain"] = {
         domain: statistics.as_json(
-            curves.accuracy(evaluation, bootstrap)
-            - curves.accuracy(base[domain], bootstrap)
+            curves.accuracy(evaluation, bootstrap) - curves.accuracy(base[domain], bootstrap)
         )
         for domain, evaluation in chosen.items()
         if domain in base and stage.name != records.plan["baseline"]
@@ -168,9 +167,7 @@ def _accuracies(
     chosen: Mapping[str, Evaluation], bootstrap: statistics.ProblemBootstrap
 ) -> dict[str, Any]:
     return {
-        domain: statistics.as_json(
-            curves.accuracy(evaluation, bootstrap), evaluation.id_P.size
-        )
+        domain: statistics.as_json(curves.accuracy(evaluation, bootstrap), evaluation.id_P.size)
         for domain, evaluation in chosen.items()
     }
 

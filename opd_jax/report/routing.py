@@ -176,9 +176,7 @@ def _candidate_and_reference(names: Sequence[str]) -> list[str]:
     return [next(name for name in names if name != reference), reference]
 
 
-def _at_matched_accuracy(
-    drawn: Mapping[str, curves.Curve], target: float | None
-) -> dict[str, Any]:
+def _at_matched_accuracy(drawn: Mapping[str, curves.Curve], target: float | None) -> dict[str, Any]:
     found = curves.saving(*drawn.values(), target)
     flops = dict(zip(drawn, (found.candidate_flops_W[0], found.reference_flops_W[0]), strict=True))
     reference = list(drawn)[1]

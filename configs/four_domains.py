@@ -1,0 +1,24 @@
+"""Four domains, both routes, on a laptop CPU: what quickstart shows, with four experts.
+
+python -m opd_jax.main --config=configs/four_domains.py --workdir=runs/four_domains
+"""
+
+from ml_collections import ConfigDict
+
+from configs import recipe
+
+
+def get_config() -> ConfigDict:
+    """Four experts, one merge, beside joint GRPO on all four."""
+    return recipe.comparison(
+        "four_domains",
+        {
+            "arithmetic": (1, 2),
+            "countdown": (1, 2),
+            "logic": (1, 2),
+            "program": (1,),
+        },
+        base_steps=1400,
+        grpo_steps=120,
+        merge_steps=80,
+    )

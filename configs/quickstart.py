@@ -1,0 +1,23 @@
+"""Two domains, both routes, on a laptop CPU: GRPO experts merged by OPD, beside joint GRPO.
+
+    python -m opd_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+A 103k-parameter student learns `arithmetic` (sums of one and two digits) and `countdown` (reach a
+target from two or three numbers; many right answers) by SFT until it is partly competent; then
+GRPO, OPD and the report.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import recipe
+
+
+def get_config() -> ConfigDict:
+    """The default experiment."""
+    return recipe.comparison(
+        "quickstart",
+        {"arithmetic": (1, 2), "countdown": (1, 2)},
+        base_steps=700,
+        grpo_steps=120,
+        merge_steps=40,
+    )
