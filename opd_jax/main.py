@@ -5,6 +5,7 @@ tested. Any field of a config can be set on the command line, e.g. `--config.see
 `--config.stages.merge.steps=20`. Starting again with the same workdir goes on where it stopped.
 """
 
+import logging as stdlib_logging
 import sys
 
 from absl import app, flags, logging
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> None:
     """Parses the config, prepares the machine, runs the pipeline, prints the summary."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument(s): {' '.join(argv[1:])}")
+    quieten_orbax()
     try:
         experiment = config_lib.parse(_CONFIG.value)
         distributed.start(experiment.runtime.multihost)
@@ -35,6 +37,12 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError, RuntimeError, train.NonFiniteError) as error:
         logging.debug("traceback", exc_info=True)
         sys.exit(f"error: {error}")
+
+
+def quieten_orbax() -> None:
+    """Drops Orbax's account of every file it writes; its warnings stay."""
+    handler = logging.get_absl_handler()
+    handler.addFilter(lambda r: "orbax" not in r.pathname or r.levelno >= stdlib_logging.WARNING)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -28,7 +28,6 @@ from opd_jax.infra import distributed
 from opd_jax.infra.preemption import StopSignal
 from opd_jax.infra.writer import require_writable
 from opd_jax.models.config import ModelConfig
-from opd_jax.rollout import Sampling
 from opd_jax.teachers import Weights, model_config
 
 # Packages whose version may change a number.
@@ -242,18 +241,11 @@ def record_plan(experiment: Experiment, directory: epath.Path) -> None:
 
 def config_differences(old: Any, new: Any, path: str = "") -> list[str]:
     """Every key whose value differs, sections that change no result left out."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [k for k in sorted({*old, *new}) if path or k not in FREE_SECTIONS]
-        return [
-            line
-            for k in keys
-            for line in config_differences(
-                old[k] if k in old else "(absent)",
-                new[k] if k in new else "(absent)",
-                f"{path}.{k}".lstrip("."),
-            )
-        ]
-    return [] if old == new else [f"{path}: was {old!r}, is {new!r}"]
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [] if old == new else [f"{path}: was {old!r}, is {new!r}"]
+    keys = [k for k in sorted({*old, *new}) if path or k not in FREE_SECTIONS]
+    old, new = (dict.fromkeys(keys, "(absent)") | side for side in (old, new))
+    return [x for k in keys for x in config_differences(old[k], new[k], f"{path}.{k}".lstrip("."))]
 
 
 def versions() -> dict[str, str]:

@@ -56,8 +56,8 @@ def parse(spec: str, field: str) -> Source:
         if not at or kind == "hf":
             return Source(kind, rest)
     raise ValueError(
-        f"{field}={spec!r}: write scratch, stage:NAME, stage:NAME@STEP, hf:DIR, orbax:DIR, or for a "
-        f"teacher one of {', '.join(CONTROLS)}"
+        f"{field}={spec!r}: write scratch, stage:NAME, stage:NAME@STEP, hf:DIR, orbax:DIR, or for "
+        f"a teacher one of {', '.join(CONTROLS)}"
     )
 
 

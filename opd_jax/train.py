@@ -177,7 +177,7 @@ class StageRun:
         self.save(measured)
 
     def finish(self) -> dict[str, Any]:
-        """Chooses the weights that the stage hands on, measures them greedily, writes the result."""
+        """Chooses the weights to hand on, measures them greedily, writes the result."""
         journal, selected = self.journal, self.journal.step
         if self.stage.stop.select == "best":
             selected = int(max(journal.history, key=lambda point: (point[1], -point[0]))[0])
@@ -220,7 +220,8 @@ class StageRun:
         p, self.pending = self.pending, None
         finite = np.asarray(p.metrics["finite"])
         if not finite.all():
-            leaves = [n for n, ok in zip(tree.leaves_by_path(self.state.params), finite) if not ok]
+            names = tree.leaves_by_path(self.state.params)
+            leaves = [name for name, ok in zip(names, finite, strict=True) if not ok]
             raise NonFiniteError(
                 f"stage {self.job.name}, step {p.step}: the gradient of {', '.join(leaves)} is NaN "
                 f"or infinite; the last good checkpoint is step {self.checkpointer.latest()} in "

@@ -1,4 +1,4 @@
-"""One process-wide set-up for all tests: eight fake CPU devices, strict ranks, a mesh in context."""
+"""One set-up for all tests: eight fake CPU devices, strict ranks, a mesh in context."""
 
 import jax
 import pytest

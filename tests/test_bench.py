@@ -14,7 +14,7 @@ from tests import tiny
 from tools import bench
 
 WORKLOAD = bench.Workload(
-    tiny.CONFIG, prompts=4, samples=2, prompt_tokens=5, new_tokens=4, micro_batches=1
+    tiny.CONFIG, prompts=4, samples=2, prompt_tokens=5, new_tokens=4, micro_batches=4
 )
 
 

@@ -11,9 +11,9 @@ def test_spec_maps_names_by_the_table():
 
 
 def test_spec_refuses_collisions_and_unknown_names():
-    with pytest.raises(ValueError, match="'heads' and 'mlp'.*'tensor'"):
+    with pytest.raises(ValueError, match=r"'heads' and 'mlp'.*'tensor'"):
         sharding.spec("heads", "mlp")
-    with pytest.raises(ValueError, match="'batch' and 'embed'.*'fsdp'"):
+    with pytest.raises(ValueError, match=r"'batch' and 'embed'.*'fsdp'"):
         sharding.spec("batch", "embed")
     with pytest.raises(ValueError, match=r"no sharding rule.*'hedas'"):
         sharding.spec("hedas")

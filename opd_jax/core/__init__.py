@@ -1,1 +1,1 @@
-"""The nouns: types, mesh and sharding rules, random streams, tree helpers. Imports nothing above."""
+"""The nouns: types, mesh and sharding rules, random streams, trees. Imports nothing above."""

@@ -1,4 +1,4 @@
-"""Named random streams. Nothing random is ever saved: a key is a function of (seed, step, purpose)."""
+"""Named random streams. Nothing random is saved: a key is a function of (seed, step, purpose)."""
 
 import zlib
 

@@ -56,7 +56,7 @@ def spec(*names: str | None) -> PartitionSpec:
 def make_mesh(
     data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with explicit axes over `devices` (default all); one size may be -1 and takes the rest.
+    """A mesh with explicit axes over `devices` (default all); a size of -1 takes the rest.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.

@@ -75,14 +75,14 @@ class TrainState:
 
 @struct.dataclass
 class Mean:
-    """A mean that has not been taken yet, so that micro-batches, shards and padding cannot bend it."""
+    """A mean not taken yet, so that micro-batches, shards and padding cannot bend it."""
 
     total: jax.Array
     count: jax.Array
 
     @classmethod
     def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
-        """Sum and count of `values` where `mask`; what padding holds, NaN included, is never read."""
+        """Sum and count of `values` where `mask`; what padding holds, even NaN, is never read."""
         kept = jnp.where(mask, values, 0)
         return cls(
             jnp.sum(kept, dtype=jnp.float32),

@@ -22,8 +22,8 @@ class ModelConfig:
     remat: str = "none"  # "none" | "full": recompute each layer in the backward pass.
 
     def __post_init__(self):
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads",
-                     "head_dim", "mlp_dim", "max_length"):  # fmt: skip
+        sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "mlp_dim", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -44,23 +44,38 @@ class ModelConfig:
 
 
 # Widths of the presets; the vocabulary comes from the tokenizer.
-PRESETS: dict[str, dict] = {
+PRESETS: dict[str, dict[str, int]] = {
     # ~0.11M parameters: the student of the miniature.
-    "nano": dict(
-        embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=192,
-        max_length=128,
-    ),
+    "nano": {
+        "embed_dim": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "mlp_dim": 192,
+        "max_length": 128,
+    },
     # ~0.6M parameters: an external teacher for it.
-    "nano_wide": dict(
-        embed_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=320,
-        max_length=128,
-    ),
+    "nano_wide": {
+        "embed_dim": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "mlp_dim": 320,
+        "max_length": 128,
+    },
     # The model on which peers were timed: 853k parameters with a vocabulary of 512.
-    "peer_tiny": dict(
-        embed_dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=384,
-        max_length=128,
-    ),
-}  # fmt: skip
+    "peer_tiny": {
+        "embed_dim": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "mlp_dim": 384,
+        "max_length": 128,
+    },
+}
 
 
 def preset(name: str, vocab_size: int, **changes) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The parts of a transformer block: parameters with logical axes, norm, rotary positions, attention."""
+"""Parts of a transformer block: parameters with logical axes, norm, rotary angles, attention."""
 
 import flax.linen as nn
 import jax
@@ -86,7 +86,7 @@ def attend(q_BTHE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | Non
         p = jax.nn.softmax(own_scores, axis=-1).astype(q.dtype)
         return jnp.einsum("BKTQS,BSKE->BTKQE", p, own.v).reshape(B, T, H, E)
 
-    P, L = prefix.mask_PL.shape
+    P = prefix.mask_PL.shape[0]
     n, Q = B // P, H // K
 
     def reshape(x, shape, *axes):

@@ -33,7 +33,7 @@ class Transformer(nn.Module):
             self, "embedding", (c.vocab_size, c.embed_dim), ("vocab", "embed"), c.embed_dim**-0.5
         )
         if not c.tie_embeddings:
-            # Declared here so that it is initialised and sharded with the rest; the scorer reads it.
+            # Declared here to be initialised and sharded with the rest; the scorer reads it.
             weight(self, "head", (c.vocab_size, c.embed_dim), ("vocab", "embed"), c.embed_dim**-0.5)
         x_BTD = embed(embedding, tokens_BT, c)
         block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
