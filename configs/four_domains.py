@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
             "program": (1,),
         },
         base_steps=1400,
-        grpo_steps=120,
-        merge_steps=80,
+        grpo_steps=200,
+        merge_steps=240,
+        merge_prompts={"arithmetic": 5, "countdown": 3, "logic": 4, "program": 4},
     )

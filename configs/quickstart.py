@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
         "quickstart",
         {"arithmetic": (1, 2), "countdown": (1, 2)},
         base_steps=700,
-        grpo_steps=120,
-        merge_steps=40,
+        grpo_steps=200,
+        merge_steps=240,
+        merge_prompts={"arithmetic": 5, "countdown": 3},
     )

@@ -12,7 +12,7 @@ from configs import base
 
 NEW_TOKENS = 10
 # The same plateau rule for every expert and for joint.
-STOP = {"patience": 4, "min_delta": 0.005, "select": "best"}
+STOP = {"patience": 5, "min_delta": 0.005, "select": "best"}
 
 
 def pretrain(domains: Mapping[str, float], *, steps: int, style: str = "terse") -> ConfigDict:
@@ -24,7 +24,8 @@ def pretrain(domains: Mapping[str, float], *, steps: int, style: str = "terse") 
         prompts=128,
         steps=steps,
         sampling={"samples": 1, "max_new_tokens": NEW_TOKENS},
-        optimizer={"learning_rate": 4e-3, "schedule": "cosine", "warmup_steps": 50},
+        # No decay: a base that is still noisy leaves reinforcement learning something to sharpen.
+        optimizer={"learning_rate": 4e-3, "warmup_steps": 50},
         stop={"select": "last"},
         sft={"style": style},
     )
@@ -39,22 +40,32 @@ def grpo(domains: Mapping[str, float], *, steps: int, init: str = "stage:base") 
         prompts=32,
         steps=steps,
         sampling={"samples": 8, "max_new_tokens": NEW_TOKENS},
-        optimizer={"learning_rate": 1e-3},
+        optimizer={"learning_rate": 4e-4},
         stop=STOP,
     )
 
 
-def merge(teachers: Mapping[str, str], *, steps: int, init: str = "stage:base") -> ConfigDict:
-    """One student from several teachers, each on its own domain: exact reverse KL, one sample."""
+def merge(
+    teachers: Mapping[str, str], weights: Mapping[str, float], *, prompts: int, steps: int
+) -> ConfigDict:
+    """One student from several teachers, each on its own domain: exact reverse KL.
+
+    Many small updates distil more per FLOP than few large ones (experiments/LOG.md, 2026-11-30).
+    """
     return base.stage(
         "opd",
-        init=init,
-        domains={domain: 1 / len(teachers) for domain in teachers},
+        init="stage:base",
+        domains=weights,
         teachers=teachers,
-        prompts=64,
+        prompts=prompts,
         steps=steps,
-        sampling={"samples": 1, "max_new_tokens": NEW_TOKENS},
-        optimizer={"learning_rate": 2e-3, "schedule": "cosine"},
+        sampling={"samples": 2, "max_new_tokens": NEW_TOKENS},
+        optimizer={
+            "learning_rate": 7e-4,
+            "schedule": "cosine",
+            "warmup_steps": 4,
+            "b2": 0.95,
+        },
         stop={"select": "last"},
     )
 
@@ -66,6 +77,7 @@ def comparison(
     base_steps: int,
     grpo_steps: int,
     merge_steps: int,
+    merge_prompts: Mapping[str, int],
 ) -> ConfigDict:
     """base -> one expert per domain -> merge, beside joint.
 
@@ -75,13 +87,20 @@ def comparison(
       base_steps: SFT updates of the base model.
       grpo_steps: budget of each expert; joint gets the sum, so that the stop rule ends it.
       merge_steps: OPD updates.
+      merge_prompts: of each domain in an OPD batch.
     """
     even = {domain: 1 / len(domains) for domain in domains}
+    prompts = sum(merge_prompts.values())
     experts = {f"expert_{domain}": grpo({domain: 1.0}, steps=grpo_steps) for domain in domains}
     stages = {
         "base": pretrain(even, steps=base_steps),
         **experts,
-        "merge": merge({d: f"stage:expert_{d}" for d in domains}, steps=merge_steps),
+        "merge": merge(
+            {d: f"stage:expert_{d}" for d in domains},
+            {d: merge_prompts[d] / prompts for d in domains},
+            prompts=prompts,
+            steps=merge_steps,
+        ),
         "joint": grpo(even, steps=grpo_steps * len(domains)),
     }
     return base.experiment(

@@ -45,7 +45,7 @@ class ModelSettings:
     preset: str = ""  # A key of models.config.PRESETS; empty if `hf` is given.
     hf: str = ""  # Directory with config.json; its weights are loaded by init="hf:DIR".
     dtype: str = "float32"  # Of matmuls and activations: "bfloat16" on TPU and GPU.
-    remat: str = "none"  # "none" | "full".
+    remat: str = "matmuls"  # What is kept of a layer: "none" | "matmuls" | "full" (see models).
 
 
 @dataclasses.dataclass(frozen=True)

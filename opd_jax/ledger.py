@@ -142,7 +142,7 @@ def remat(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
 
     The scorer computes a tile's logits again as well, where there is more than one; not counted.
     """
-    if c.remat == "none":
+    if c.remat != "full":
         return 0.0
     heads = float(np.sum(length_B)) * head_per_token(c)
     return score(c, prompt_P, length_B) - heads

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from opd_jax import scoring
+from opd_jax.core import sharding
 from opd_jax.core.types import Mean, Metrics, Params, Rollout, Scores
 from opd_jax.models import transformer
 from opd_jax.models.config import ModelConfig
@@ -99,17 +100,19 @@ def group_loss(
     columns = {k: v for k, v in columns.items() if v is not None}
     columns = jax.tree.map(functools.partial(aggregate.keep, mask_BR), columns)
     hidden_BRD = transformer.completion_hidden(params, config, rollout.prompt, columns["tokens"])
-    table_VD = transformer.unembedding(params)
+    # Gathered along D once, here, and not again in every tile.
+    table_VD, teacher_table_VD = jax.sharding.reshard(
+        (transformer.unembedding(params), group.teacher_table_VD), sharding.spec("vocab", "act")
+    )
     tile = TILES[settings.kind]
 
     def terms(hidden_BCD: jax.Array, columns: Columns) -> Terms:
         z_BCV = scoring.logits(hidden_BCD, table_VD, settings.temperature)
         if "teacher_hidden" in columns:
-            columns = columns | {
-                "teacher_logits": scoring.logits(
-                    columns["teacher_hidden"], group.teacher_table_VD, settings.temperature
-                )
-            }
+            teacher_z_BCV = scoring.logits(
+                columns["teacher_hidden"], teacher_table_VD, settings.temperature
+            )
+            columns = columns | {"teacher_logits": teacher_z_BCV}
         return tile(z_BCV, columns, settings)
 
     out = scoring.map_tiles(terms, (hidden_BRD, columns), table_VD.shape[0])

@@ -204,9 +204,14 @@ def make_update_step(
 
         pieces = split_prompts(group.replace(teacher_table_VD=None), micro_batches)
         first = jax.tree.map(lambda x: x[0], pieces).replace(teacher_table_VD=table)
-        (loss_sum, metrics), grads = value_and_grad(params, config, first, loss)
-        rest = jax.tree.map(lambda x: x[1:], pieces)
-        return jax.lax.scan(add, (loss_sum, metrics, grads), rest)[0]
+        (loss_sum, metrics), grads = jax.eval_shape(
+            lambda p: value_and_grad(p, config, first, loss), params
+        )
+        nothing = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding),
+            (loss_sum, metrics, grads),
+        )
+        return jax.lax.scan(add, nothing, pieces)[0]
 
     return jax.jit(update_step, donate_argnums=0)
 

@@ -6,6 +6,8 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The suite compiles far more than it computes; optimised code is run by the subprocess tests.
+jax.config.update("jax_disable_most_optimizations", True)
 
 from opd_jax.core import sharding  # noqa: E402  (the device count must be set first)
 

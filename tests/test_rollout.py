@@ -433,6 +433,7 @@ def kept(mesh, p, top_k=0, top_p=1.0):
         ([0.4, 0.3, 0.2, 0.1], 0.8, [0, 1, 2]),
         ([0.5, 0.3, 0.15, 0.05], 0.6, [0, 1]),
         ([0.5, 0.3, 0.15, 0.05], 0.8, [0, 1]),  # The mass is reached and not crossed.
+        ([0.45, 0.35, 0.15, 0.05], 0.8, [0, 1]),  # In fp32 the mass is a rounding below.
         ([0.25] * 4, 0.5, [0, 1]),  # Of equal tokens the lower ids.
         ([0.05, 0.15, 0.3, 0.5], 0.6, [2, 3]),  # Not in order of id.
         ([0.5, 0.3, 0.15, 0.05], 1.0, [0, 1, 2, 3]),

@@ -19,7 +19,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     dtype: str = "float32"  # Of matmuls and activations; parameters are fp32 whatever it is.
-    remat: str = "none"  # "none" | "full": recompute each layer in the backward pass.
+    remat: str = "matmuls"  # "none" | "matmuls" | "full"; see transformer.REMAT.
 
     def __post_init__(self):
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -35,8 +35,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.head_dim}: RoPE rotates pairs, make it even")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"model.dtype={self.dtype!r}: one of float32, bfloat16, float16")
-        if self.remat not in ("none", "full"):
-            raise ValueError(f"model.remat={self.remat!r}: one of none, full")
+        if self.remat not in ("none", "matmuls", "full"):
+            raise ValueError(f"model.remat={self.remat!r}: one of none, matmuls, full")
 
     def replace(self, **changes) -> "ModelConfig":
         """A copy with some fields changed."""

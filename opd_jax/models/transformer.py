@@ -10,6 +10,8 @@ One network serves four uses that differ only in what a token may look at:
 A prompt's keys and values exist once, however many samples are drawn from it.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,17 @@ from opd_jax.core import sharding
 from opd_jax.core.types import Params, PromptBatch
 from opd_jax.models.config import ModelConfig
 from opd_jax.models.layers import KV, Block, Prefix, gain, rms_norm, rope_angles, weight
+
+
+# What of a layer the backward pass computes again. "matmuls" keeps the results of matmuls only:
+# norms, rotations and activations cost few FLOPs and would fill memory with copies of the stream.
+REMAT = {
+    "none": lambda block: block,
+    "matmuls": functools.partial(
+        nn.remat, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
+    ),
+    "full": functools.partial(nn.remat, prevent_cse=False),
+}
 
 
 class Transformer(nn.Module):
@@ -36,9 +49,8 @@ class Transformer(nn.Module):
             # Declared here to be initialised and sharded with the rest; the scorer reads it.
             weight(self, "head", (c.vocab_size, c.embed_dim), ("vocab", "embed"), c.embed_dim**-0.5)
         x_BTD = embed(embedding, tokens_BT, c)
-        block = Block if c.remat == "none" else nn.remat(Block, prevent_cse=False)
         layers = nn.scan(
-            block,
+            REMAT[c.remat](Block),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(0, *(nn.broadcast,) * 5),
