@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
@@ -20,6 +21,10 @@ import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
+
+
+# Launchers such as GNU timeout signal a process and then its group: one request, two signals.
+ECHO_SECONDS = 1.0
 
 
 class StopSignal:
@@ -98,13 +103,16 @@ class StopSignal:
         self._requested.set()  # Seen by the main thread's very next look; counting is `_watch`'s.
 
     def _watch(self) -> None:
-        seen = 0
+        first = None
         while data := self._reader.recv(64):
+            now = time.monotonic()
             for number in (n for n in data if n in self._signals):
-                seen += 1
                 self._requested.set()
                 name = signal.Signals(number).name
-                if seen > 1:
+                if first is not None and now - first < ECHO_SECONDS:
+                    continue
+                if first is not None:
                     os.write(2, f"\n{name} again: leaving at once\n".encode())
                     os._exit(128 + number)
+                first = now
                 os.write(2, f"\n{name}: stopping and saving; again to leave at once\n".encode())
