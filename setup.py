@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 CONVERT = ["gguf>=0.10", "transformers>=4.50", "torch>=2.4"]
-TEST = ["pytest>=8", "ruff>=0.9"]
+TEST = ["gguf>=0.10", "pytest>=8", "ruff>=0.9"]
 
 setup(
     name="opd_jax",

@@ -255,7 +255,8 @@ def test_s16_the_sampler_follows_new_weights(mesh):
     old = tiny.params(mesh, C)
     # The same programs run with the old weights first.
     assert off(mesh, run(mesh, params=old), old) < 1e-5
-    new = jax.tree.map(lambda x: -2 * x, old)
+    # Not doubled: logits of 30 and more would be rounded to steps of 2e-6 and more.
+    new = jax.tree.map(lambda x: -x, old)
     rollout = run(mesh, params=new)
     assert off(mesh, rollout, new) < 1e-5
     # Control: the old weights are told apart.

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import signal
+import zlib
 
 import jax
-import numpy as np
 import pytest
 
 from configs import base
@@ -43,6 +43,18 @@ def experiment(data_dir, **changes):
         **changes,
     )
     return config.parse(c)
+
+
+def checksum_reward(problem, text):
+    return zlib.crc32(f"{problem.id}{text}".encode()) % 2 == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reward():
+    """An untrained model solves nothing; a reward by checksum gives GRPO something to follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algorithms.domains, "verify", checksum_reward)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -192,11 +204,11 @@ def test_resume_on_another_mesh_is_the_same_within_rounding(whole, data_dir, tmp
     )  # fmt: skip
     pipeline.run(x, tmp_path, devices=jax.devices()[:4])
     for stage in ("expert", "merge"):
-        a, b = final(whole[0], stage), final(tmp_path, stage)
-        for name, x in tree.leaves_by_path(a.state).items():
-            np.testing.assert_allclose(
-                x, tree.leaves_by_path(b.state)[name], atol=2e-4, err_msg=name
-            )
+        both = [lines(workdir, stage, "metrics.jsonl") for workdir in (whole[0], tmp_path)]
+        for a, b in zip(*both, strict=True):
+            assert a["flops"] == b["flops"]  # So every row has drawn as many tokens.
+            for name in ("loss", "grad_norm", "reward", "param_norm"):
+                assert a["metrics"][name] == pytest.approx(b["metrics"][name], rel=1e-3, abs=1e-5)
 
 
 def test_nan_stops_the_stage_and_names_step_and_leaf(data_dir, tmp_path):

@@ -22,7 +22,6 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-
 # Launchers such as GNU timeout signal a process and then its group: one request, two signals.
 ECHO_SECONDS = 1.0
 

@@ -37,7 +37,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_he
 
 
 def read_config(
-    hf_dir: epath.PathLike, *, dtype: str = "float32", remat: str = "none"
+    hf_dir: epath.PathLike, *, dtype: str = "float32", remat: str = "matmuls"
 ) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder of the Llama family.
 

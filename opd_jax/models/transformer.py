@@ -21,7 +21,6 @@ from opd_jax.core.types import Params, PromptBatch
 from opd_jax.models.config import ModelConfig
 from opd_jax.models.layers import KV, Block, Prefix, gain, rms_norm, rope_angles, weight
 
-
 # What of a layer the backward pass computes again. "matmuls" keeps the results of matmuls only:
 # norms, rotations and activations cost few FLOPs and would fill memory with copies of the stream.
 REMAT = {
