@@ -20,6 +20,6 @@ def get_config() -> ConfigDict:
         },
         base_steps=1400,
         grpo_steps=200,
-        merge_steps=240,
+        merge_steps=400,
         merge_prompts={"arithmetic": 5, "countdown": 3, "logic": 4, "program": 4},
     )

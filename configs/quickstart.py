@@ -19,6 +19,6 @@ def get_config() -> ConfigDict:
         {"arithmetic": (1, 2), "countdown": (1, 2)},
         base_steps=700,
         grpo_steps=200,
-        merge_steps=240,
+        merge_steps=400,
         merge_prompts={"arithmetic": 5, "countdown": 3},
     )

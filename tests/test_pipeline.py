@@ -1,0 +1,64 @@
+"""The smoke config, every kind of stage, through the real pipeline."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from configs import smoke
+from opd_jax import config, pipeline, steps
+from opd_jax.algorithms import loss_settings
+from opd_jax.models.config import preset
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    x = config.parse(smoke.get_config())
+    data_dir = str(tmp_path_factory.mktemp("tfds"))
+    return dataclasses.replace(x, runtime=dataclasses.replace(x.runtime, data_dir=data_dir))
+
+
+@pytest.fixture(scope="module")
+def workdir(experiment, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("smoke")
+    pipeline.run(experiment, workdir, devices=jax.devices()[:1])
+    return workdir
+
+
+def test_every_kind_of_stage_runs_to_its_result(experiment, workdir):
+    results = json.loads((workdir / "results.json").read_text())
+    assert tuple(results["stages"]) == experiment.plan
+    for name, stage in results["stages"].items():
+        assert stage["steps"] == experiment.stages[name].steps
+        assert stage["algorithm"] == experiment.stages[name].algorithm
+        assert stage["flops_total"] > 0
+        assert set(stage["accuracy"]) == set(experiment.stages[name].domains)
+    routes = results["routes"]
+    assert set(routes) == {"divide_and_merge", "joint"}
+    parts = ("expert_a", "expert_p", "merge")
+    total = sum(results["stages"][name]["flops_total"] for name in parts)
+    assert routes["divide_and_merge"]["flops_total"] == pytest.approx(total)
+    comparison = results["comparison"]
+    merged, taught = results["stages"]["merge"], total - results["stages"]["merge"]["flops_total"]
+    assert comparison["distill_share"] == pytest.approx(merged["flops_total"] / taught)
+    assert results["stages"]["merge"]["flops"]["teacher_score"] > 0
+    assert results["stages"]["cold"]["flops"]["generation"] > 0
+    assert results["stages"]["expert_a"]["flops"]["teacher_score"] == 0
+
+
+def test_each_update_step_was_compiled_once(experiment, workdir, mesh):
+    student = preset("nano", 320)
+    for name in experiment.plan:
+        s = experiment.stages[name]
+        step = steps.make_update_step(
+            student, s.optimizer, s.steps * s.updates_per_rollout, loss_settings(s), s.micro_batches
+        )
+        # Stages with equal settings and shapes share a program, and no stage compiles a second.
+        assert step._cache_size() == 1, name
+
+
+def test_a_second_start_skips_everything(experiment, workdir, monkeypatch):
+    monkeypatch.setattr(pipeline.train, "run", lambda *_: pytest.fail("a stage ran again"))
+    table = pipeline.run(experiment, workdir, devices=jax.devices()[:1])
+    assert "merge" in table
