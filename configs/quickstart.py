@@ -17,7 +17,8 @@ def get_config() -> ConfigDict:
     return recipe.comparison(
         "quickstart",
         {"arithmetic": (1, 2), "countdown": (1, 2)},
-        base_steps=700,
+        base_steps=1400,
+        base_target=0.48,
         grpo_steps=200,
         merge_steps=400,
         merge_prompts={"arithmetic": 5, "countdown": 3},

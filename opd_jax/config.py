@@ -104,14 +104,15 @@ class SftSettings:
 
 @dataclasses.dataclass(frozen=True)
 class StopRule:
-    """Stop when validation accuracy has not risen for a while. The same rule for every stage."""
+    """Stop when validation accuracy has not risen for a while, or is where it was wanted."""
 
     patience: int = 0  # Evaluations without a new best before stopping; 0: run the whole budget.
     min_delta: float = 0.005  # A new best must be this much better, in accuracy.
+    target: float = 0.0  # Validation accuracy at which to stop at once; 0: none.
     select: str = "best"  # Which weights the stage hands on: "best" on validation, or "last".
 
     def __post_init__(self):
-        at_least("stop", self, patience=0, min_delta=0)
+        at_least("stop", self, patience=0, min_delta=0, target=0)
         one_of("stop.select", self.select, ("best", "last"))
 
 

@@ -63,7 +63,7 @@ class Journal:
     tokens: int = 0  # Completion tokens trained on.
     seconds: float = 0.0
     history: list[list[float]] = dataclasses.field(default_factory=list)  # [step, accuracy].
-    stopped_by: str = ""  # "budget" | "plateau", once the stage has ended.
+    stopped_by: str = ""  # "budget" | "plateau" | "target", once the stage has ended.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,9 @@ class StageRun:
         self.writer.evaluation(found)
         measured = accuracy([r for r in found if r["split"] == "validation"])
         journal.history.append([journal.step, measured])
-        if plateaued(journal.history, self.stage.stop):
+        if 0 < self.stage.stop.target <= measured:
+            journal.stopped_by = "target"
+        elif plateaued(journal.history, self.stage.stop):
             journal.stopped_by = "plateau"
         elif journal.step == self.stage.steps:
             journal.stopped_by = "budget"

@@ -155,9 +155,9 @@ def test_decode_agrees_with_xla(mesh):
     params, _, rows = inputs()
     B, K, E = P * N, WIDE.num_kv_heads, WIDE.head_dim
     kv = jax.ShapeDtypeStruct(
-        (1, P, L, K, E),
+        (1, P, K, L, E),
         jnp.float32,
-        sharding=sharding.sharding(mesh, None, "batch", None, "kv_heads", None),
+        sharding=sharding.sharding(mesh, None, "batch", "kv_heads", None, None),
     )
     prefix = transformer.Prefix(transformer.KV(kv, kv), rows(bool, P, L))
 

@@ -246,6 +246,15 @@ def test_a_stage_ends_at_its_plateau_and_hands_on_its_best_weights(data_dir, tmp
     assert record["selected_step"] == next(int(s) for s, accuracy in history if accuracy == best)
 
 
+def test_a_stage_ends_when_it_is_good_enough(data_dir, tmp_path):
+    # The checksum reward marks about half of all answers as right, from the start.
+    x = experiment(data_dir)
+    stages = x.stages | {"base": dataclasses.replace(x.stages["base"], stop=StopRule(target=0.1))}
+    run(dataclasses.replace(x, stages=stages, plan=("base",), routes={}), tmp_path)
+    record = json.loads((tmp_path / "base" / "result.json").read_text())
+    assert (record["stopped_by"], record["steps"]) == ("target", 0)
+
+
 def test_another_config_on_the_same_workdir_names_the_keys(whole, data_dir):
     x = experiment(data_dir)
     stages = x.stages | {"merge": dataclasses.replace(x.stages["merge"], steps=7)}

@@ -147,7 +147,7 @@ def test_m12_values_of_padding_change_nothing_and_rows_do_not_mix(mesh):
 
 
 def test_n41_a_row_with_nothing_to_see_is_finite(mesh):
-    q = jnp.ones((1, 2, 4, 4))
+    q = jnp.ones((1, 4, 2, 4))  # [B, H, T, E]
     own = layers.KV(jnp.ones((1, 2, 2, 4)), jnp.ones((1, 2, 2, 4)))
     out = layers.attend(q, own, jnp.zeros((1, 2, 2), bool), None)
     assert np.isfinite(np.asarray(out)).all()
@@ -164,8 +164,8 @@ def test_rms_norm_by_hand():
 def test_rope_turns_the_second_pair_by_its_frequency():
     angle = layers.rope_angles(jnp.array([[0, 5]]), head_dim=8, theta=1e6)
     np.testing.assert_allclose(angle[0, 1] / 5, [1, 0.031623, 0.001, 0.000031623], rtol=1e-4)
-    x = jnp.zeros((1, 2, 1, 8)).at[0, 1, 0, 0].set(1.0)
-    got = np.asarray(layers.rotate(x, angle))[0, 1, 0]
+    x = jnp.zeros((1, 1, 2, 8)).at[0, 0, 1, 0].set(1.0)  # [B, H, T, E]
+    got = np.asarray(layers.rotate(x, angle))[0, 0, 1]
     np.testing.assert_allclose(got[[0, 4]], [np.cos(5), np.sin(5)], atol=1e-6)
 
 

@@ -14,7 +14,11 @@ MASKED = -1e30
 
 @struct.dataclass
 class KV:
-    """Keys and values; `[B, S, K, E]` for one layer, with a leading `[N]` for a stack of layers."""
+    """Keys and values; `[B, K, S, E]` for one layer, with a leading `[N]` for a stack of layers.
+
+    Heads come before positions: a product over E or S then has its batch axes in front, so no
+    decode step copies the cache to bring them there.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -24,7 +28,7 @@ class KV:
 class Prefix:
     """The prompts' keys and values, one row per PROMPT: its n samples attend to the same row."""
 
-    kv: KV  # [N, P, L, K, E], or one layer's [P, L, K, E].
+    kv: KV  # [N, P, K, L, E], or one layer's [P, K, L, E].
     mask_PL: jax.Array  # bool, real columns.
 
 
@@ -53,66 +57,72 @@ def rope_angles(position_BT: jax.Array, head_dim: int, theta: float) -> jax.Arra
     return position_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
 
 
-def rotate(x_BTHE: jax.Array, angle_BTe: jax.Array) -> jax.Array:
+def rotate(x_BHTE: jax.Array, angle_BTe: jax.Array) -> jax.Array:
     """Rotary position embedding in the half-split layout: dimension i turns with i + E/2."""
-    cos = jnp.cos(angle_BTe)[:, :, None, :].astype(x_BTHE.dtype)
-    sin = jnp.sin(angle_BTe)[:, :, None, :].astype(x_BTHE.dtype)
-    a, b = jnp.split(x_BTHE, 2, axis=-1)
+    cos = jnp.cos(angle_BTe)[:, None].astype(x_BHTE.dtype)
+    sin = jnp.sin(angle_BTe)[:, None].astype(x_BHTE.dtype)
+    a, b = jnp.split(x_BHTE, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(q_BTHE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | None) -> jax.Array:
+def attend(q_BHTE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | None) -> jax.Array:
     """Grouped-query attention over a row's own keys and, before them, its prompt's.
 
     The prompt's keys are stored once and never copied per sample: the n rows of a prompt are folded
-    into the query axis instead, which makes one `[n*T, L]` product of n thin ones.
+    into the query axis instead, which makes one `[n*Q*T, L]` product of n thin ones.
 
     Args:
-      q_BTHE: queries, rotated.
-      own: the row's own keys and values `[B, S, K, E]`.
+      q_BHTE: queries, rotated.
+      own: the row's own keys and values `[B, K, S, E]`.
       mask_BTS: which own keys each query may see. Here B may be 1: the same for all rows.
       prefix: one layer's shared prompt keys, or None.
 
     Returns:
-      `[B, T, H, E]`.
+      `[B, H, T, E]`.
     """
-    B, T, H, E = q_BTHE.shape
-    K = own.k.shape[2]
-    q = (q_BTHE * E**-0.5).reshape(B, T, K, H // K, E)
-    f32 = {"preferred_element_type": jnp.float32}
-    own_scores = jnp.einsum("BTKQE,BSKE->BKTQS", q, own.k, **f32)
-    own_scores = jnp.where(mask_BTS[:, None, :, None, :], own_scores, MASKED)
-    if prefix is None:
-        p = jax.nn.softmax(own_scores, axis=-1).astype(q.dtype)
-        return jnp.einsum("BKTQS,BSKE->BTKQE", p, own.v).reshape(B, T, H, E)
-
-    P = prefix.mask_PL.shape[0]
-    n, Q = B // P, H // K
+    B, H, T, E = q_BHTE.shape
+    K = own.k.shape[1]
+    Q = H // K
 
     def reshape(x, shape, *axes):
         """Layouts are named, since with P or n of 1 the split of a sharded axis is ambiguous."""
         return jnp.reshape(x, shape, out_sharding=sharding.spec(*axes))
 
-    by_prompt = ("batch", "samples", None, "kv_heads", None, None)
-    q_PnTKQE = reshape(q, (P, n, T, K, Q, E), *by_prompt)
-    scores = jnp.einsum("PnTKQE,PLKE->PKnTQL", q_PnTKQE, prefix.kv.k, **f32)
+    by_rows = ("batch", "kv_heads", None, None, None)
+    f32 = {"preferred_element_type": jnp.float32}
+    q_BKQTE = reshape(q_BHTE * E**-0.5, (B, K, Q, T, E), *by_rows)
+    own_scores = jnp.einsum("BKQTE,BKSE->BKQTS", q_BKQTE, own.k, **f32)
+    own_scores = jnp.where(mask_BTS[:, None, None, :, :], own_scores, MASKED)
+    if prefix is None:
+        p = jax.nn.softmax(own_scores, axis=-1).astype(q_BHTE.dtype)
+        out = jnp.einsum("BKQTS,BKSE->BKQTE", p, own.v)
+        return reshape(out, (B, H, T, E), "batch", "heads", None, None)
+
+    P = prefix.mask_PL.shape[0]
+    n = B // P
+    by_prompt = ("batch", "samples", "kv_heads", None, None, None)
+
+    def rows(x_PKnQT1):
+        """From the prompts' order of axes to that of rows."""
+        x_PnKQT1 = x_PKnQT1.transpose(0, 2, 1, 3, 4, 5)
+        return reshape(x_PnKQT1, (B, K, Q, T, x_PKnQT1.shape[-1]), *by_rows)
+
+    q_PnKQTE = reshape(q_BKQTE, (P, n, K, Q, T, E), *by_prompt)
+    scores = jnp.einsum("PnKQTE,PKLE->PKnQTL", q_PnKQTE, prefix.kv.k, **f32)
     scores = jnp.where(prefix.mask_PL[:, None, None, None, None, :], scores, MASKED)
-    # One softmax over both parts: the exponentials share their maximum and their sum.
-    by_heads = ("batch", "samples", "kv_heads", None, None, None)
-    own_scores = reshape(own_scores, (P, n, K, T, Q, own_scores.shape[-1]), *by_heads)
-    own_scores = own_scores.transpose(0, 2, 1, 3, 4, 5)
-    top = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
-    top = jax.lax.stop_gradient(top)
-    e_prefix, e_own = jnp.exp(scores - top), jnp.exp(own_scores - top)
-    total = e_prefix.sum(-1, keepdims=True) + e_own.sum(-1, keepdims=True)
-    p_prefix, p_own = (e_prefix / total).astype(q.dtype), (e_own / total).astype(q.dtype)
-    by_rows = ("batch", None, "kv_heads", None, None)
-    out = jnp.einsum("PKnTQL,PLKE->PnTKQE", p_prefix, prefix.kv.v)
-    out = reshape(out, (B, T, K, Q, E), *by_rows)
-    p_own = p_own.transpose(0, 2, 1, 3, 4, 5)
-    p_own = reshape(p_own, (B, K, T, Q, p_own.shape[-1]), "batch", "kv_heads", None, None, None)
-    out = out + jnp.einsum("BKTQS,BSKE->BTKQE", p_own, own.v)
-    return out.reshape(B, T, H, E)
+    # One softmax over both parts: each has exponentials of its own maximum, and what a part weighs
+    # in the whole is put right by a factor per query.
+    own_top, top = own_scores.max(-1, keepdims=True), scores.max(-1, keepdims=True)
+    own_top, top = jax.lax.stop_gradient((own_top, top))
+    own_e, e = jnp.exp(own_scores - own_top), jnp.exp(scores - top)
+    own_out = jnp.einsum("BKQTS,BKSE->BKQTE", own_e.astype(q_BHTE.dtype), own.v, **f32)
+    out = jnp.einsum("PKnQTL,PKLE->PKnQTE", e.astype(q_BHTE.dtype), prefix.kv.v, **f32)
+    top, total, out = rows(top), rows(e.sum(-1, keepdims=True)), rows(out)
+    own_factor = jnp.exp(own_top - jnp.maximum(own_top, top))
+    factor = jnp.exp(top - jnp.maximum(own_top, top))
+    total = own_e.sum(-1, keepdims=True) * own_factor + total * factor
+    out = ((own_out * own_factor + out * factor) / total).astype(q_BHTE.dtype)
+    return reshape(out, (B, H, T, E), "batch", "heads", None, None)
 
 
 class Block(nn.Module):
@@ -154,19 +164,19 @@ class Block(nn.Module):
 
         with jax.named_scope("qkv"):
             h = rms_norm(x_BTD, attn_gain, c.norm_eps)
-            q_BTHE = project("BTD,DHE->BTHE", h, q, "batch", "time", "heads", "head")
-            k_BTKE = project("BTD,DKE->BTKE", h, k, "batch", "time", "kv_heads", "head")
-            v_BTKE = project("BTD,DKE->BTKE", h, v, "batch", "time", "kv_heads", "head")
-            q_BTHE, k_BTKE = rotate(q_BTHE, angle_BTe), rotate(k_BTKE, angle_BTe)
+            q_BHTE = project("BTD,DHE->BHTE", h, q, "batch", "heads", "time", "head")
+            k_BKTE = project("BTD,DKE->BKTE", h, k, "batch", "kv_heads", "time", "head")
+            v_BKTE = project("BTD,DKE->BKTE", h, v, "batch", "kv_heads", "time", "head")
+            q_BHTE, k_BKTE = rotate(q_BHTE, angle_BTe), rotate(k_BKTE, angle_BTe)
         with jax.named_scope("cache"):
-            own = KV(k_BTKE, v_BTKE)
+            own = KV(k_BKTE, v_BKTE)
             if cache is not None:
-                at = (0, write_at, 0, 0)
+                at = (0, 0, write_at, 0)
                 own = jax.tree.map(lambda c, x: jax.lax.dynamic_update_slice(c, x, at), cache, own)
         with jax.named_scope("attention"):
             prefix = None if prefix_kv is None else Prefix(prefix_kv, prefix_mask_PL)
-            a_BTHE = attend(q_BTHE, own, mask_BTS, prefix)
-            x_BTD = x_BTD + project("BTHE,HED->BTD", a_BTHE, o, "batch", "time", "act")
+            a_BHTE = attend(q_BHTE, own, mask_BTS, prefix)
+            x_BTD = x_BTD + project("BHTE,HED->BTD", a_BHTE, o, "batch", "time", "act")
         with jax.named_scope("mlp"):
             h = rms_norm(x_BTD, mlp_gain, c.norm_eps)
             gate_BTF = project("BTD,DF->BTF", h, gate, "batch", "time", "mlp")

@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BT, position_BT, mask_BTS, prefix: Prefix | None):
-        """Returns final hidden states `[B, T, D]` and the tokens' KV, `[N, B, T, K, E]` each."""
+        """Returns final hidden states `[B, T, D]` and the tokens' KV, `[N, B, K, T, E]` each."""
         c = self.config
         embedding = weight(
             self, "embedding", (c.vocab_size, c.embed_dim), ("vocab", "embed"), c.embed_dim**-0.5
@@ -177,9 +177,9 @@ def unstack(params: Params, config: ModelConfig) -> list[Params]:
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int) -> list[KV]:
-    """One zeroed K and one zeroed V array `[B, S, K, E]` per layer, in the activations' dtype."""
-    shape = (rows, columns, config.num_kv_heads, config.head_dim)
-    layout = sharding.spec("batch", "time", "kv_heads", "head")
+    """One zeroed K and one zeroed V array `[B, K, S, E]` per layer, in the activations' dtype."""
+    shape = (rows, config.num_kv_heads, columns, config.head_dim)
+    layout = sharding.spec("batch", "kv_heads", "time", "head")
     zeros = jnp.zeros(shape, config.dtype, out_sharding=layout)
     return [KV(zeros, zeros) for _ in range(config.num_layers)]
 
@@ -210,7 +210,7 @@ def decode(
     """
     x_B1D = embed(params["embedding"], token_B[:, None], config)
     angle_B1e = rope_angles((length_B + t)[:, None], config.head_dim, config.rope_theta)
-    seen_11S = (jnp.arange(cache[0].k.shape[1]) <= t)[None, None, :]
+    seen_11S = (jnp.arange(cache[0].k.shape[2]) <= t)[None, None, :]
     block, filled = Block(config), []
     for i, (layer, own) in enumerate(zip(layers, cache, strict=True)):
         prefix_kv = jax.tree.map(lambda x, i=i: x[i], prefix.kv)
