@@ -6,6 +6,7 @@ tested. Any field of a config can be set on the command line, e.g. `--config.see
 """
 
 import logging as stdlib_logging
+import os
 import sys
 
 from absl import app, flags, logging
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> None:
     """Parses the config, prepares the machine, runs the pipeline, prints the summary."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument(s): {' '.join(argv[1:])}")
-    quieten_orbax()
+    quieten_libraries()
     try:
         experiment = config_lib.parse(_CONFIG.value)
         distributed.start(experiment.runtime.multihost)
@@ -39,10 +40,10 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def quieten_orbax() -> None:
-    """Drops Orbax's account of every file it writes; its warnings stay."""
-    handler = logging.get_absl_handler()
-    handler.addFilter(lambda r: "orbax" not in r.pathname or r.levelno >= stdlib_logging.WARNING)
+def quieten_libraries() -> None:
+    """Drops what other libraries tell about every file they write; their warnings stay."""
+    handler, ours = logging.get_absl_handler(), os.path.dirname(os.path.abspath(__file__))
+    handler.addFilter(lambda r: r.pathname.startswith(ours) or r.levelno >= stdlib_logging.WARNING)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -550,3 +550,14 @@ def _run_two(directory, phase):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert out.endswith("fine\n")
+
+
+def test_a_relative_directory_is_one_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"params": {"w": jnp.arange(3.0)}}
+    with Checkpointer("runs/a", keep_newest=1) as checkpointer:
+        checkpointer.save(1, state, {"note": "here"})
+    assert (tmp_path / "runs" / "a" / "1").is_dir()
+    restored = load_params("runs/a")
+    assert restored.meta == {"note": "here"}
+    np.testing.assert_array_equal(restored.state["w"], [0, 1, 2])

@@ -65,7 +65,7 @@ class Checkpointer:
         """
         if keep_newest < 1:
             raise ValueError(f"keep_newest={keep_newest}: at least the newest must be kept")
-        self._directory = epath.Path(directory)
+        self._directory = _absolute(directory)
         self._keep_newest, self._keep_steps = keep_newest, frozenset(keep_steps)
         # Complete checkpoints with their metrics. Replaced, never changed: the worker writes it.
         self._metrics, self._unreadable = _scan(self._directory)
@@ -279,7 +279,7 @@ def load_params(
       CheckpointError: it is not there or cannot be read; no other one is taken instead.
       ValueError: it does not fit `abstract_params`.
     """
-    path = _find(epath.Path(directory), step)
+    path = _find(_absolute(directory), step)
     if abstract_params is not None:
         wanted = jax.tree_util.tree_map_with_path(_placed, abstract_params)
     else:
@@ -293,7 +293,7 @@ def load_params(
 
 def load_meta(directory: PathLike, step: int | Literal["best"] | None = None) -> dict[str, Any]:
     """Reads what a checkpoint says besides its arrays; arguments and errors as `load_params`."""
-    return _read_document(_find(epath.Path(directory), step))["meta"]
+    return _read_document(_find(_absolute(directory), step))["meta"]
 
 
 def _find(directory: epath.Path, step: int | Literal["best"] | None) -> epath.Path:
@@ -316,6 +316,13 @@ def _read_document(path: epath.Path) -> dict[str, Any]:
     with _reading(path):
         document = json.loads(_document_path(path).read_text())
         return {"metric": document["metric"], "meta": document["meta"]}
+
+
+def _absolute(directory: PathLike) -> epath.Path:
+    """A path that Orbax takes: local ones must be absolute, remote ones stay as they are."""
+    text = os.fspath(directory)
+    local = "://" not in text
+    return epath.Path(os.path.abspath(os.path.expanduser(text)) if local else text)
 
 
 def _scan(directory: epath.Path) -> tuple[dict[int, float | None], frozenset[int]]:
