@@ -13,6 +13,8 @@ from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params, PromptBatch
 from opd_jax.data import prompts as prompt_data
 from opd_jax.data import tokenizer as tokenizers
+from opd_jax.infra import checkpoint
+from opd_jax.models import hf
 from opd_jax.models.config import ModelConfig
 from opd_jax.objectives import aggregate, estimators, grpo, opd
 from opd_jax.teachers import CONTROLS, parse
@@ -221,10 +223,9 @@ def check_teacher(
     teacher: Teacher,
     field: str,
     student: ModelConfig,
-    tokenizer: tokenizers.Tokenizer,
     columns: int,
 ) -> None:
-    """Teacher and student must speak of the same tokens, and the teacher must see all of them."""
+    """A teacher must have the student's vocabulary and be able to see every row to its end."""
     if teacher.params is None:
         return
     check_length(teacher.config, f"{field} (the teacher)", columns)
@@ -233,17 +234,40 @@ def check_teacher(
             f"{field}: the teacher's vocabulary has {teacher.config.vocab_size} rows, the "
             f"student's {student.vocab_size}; they must be the same for log-probs to be compared"
         )
-    source = parse(teacher.spec, field)
-    if source.kind != "hf":
-        return
-    other = tokenizers.load(source.name)
+
+
+def check_source(spec: str, field: str, tokenizer: tokenizers.Tokenizer, *, teaches: bool) -> None:
+    """Weights from outside: they must be there, and speak of the student's tokens.
+
+    Args:
+      spec: an `init` or a teacher, as teachers.py describes them.
+      field: its path in the config.
+      tokenizer: the experiment's.
+      teaches: whether they score the student; then they must also stop where it does.
+
+    Raises:
+      ValueError: names the field, and the first token or the stop tokens that differ.
+    """
+    source = parse(spec, field)
+    try:
+        if source.kind == "hf":
+            hf.read_config(source.name)
+            _check_hf_tokens(source.name, tokenizer, teaches)
+        elif source.kind == "orbax":
+            meta = checkpoint.load_meta(source.name, source.step)
+            if meta["tokenizer"] != tokenizer.fingerprint():
+                raise ValueError("it was trained with another tokenizer than this experiment's")
+    except (ValueError, OSError, checkpoint.CheckpointError) as error:
+        raise ValueError(f"{field}={spec!r}: {error}") from error
+
+
+def _check_hf_tokens(folder: str, tokenizer: tokenizers.Tokenizer, teaches: bool) -> None:
+    other = tokenizers.load(folder)
     if difference := tokenizers.first_difference(tokenizer, other):
+        raise ValueError(f"its tokenizer differs from the experiment's: {difference}")
+    if teaches and set(other.stop_ids) != set(tokenizer.stop_ids):
         raise ValueError(
-            f"{field}: the teacher's tokenizer differs from the student's: {difference}"
-        )
-    if set(other.stop_ids) != set(tokenizer.stop_ids):
-        raise ValueError(
-            f"{field}: the teacher stops at tokens {sorted(other.stop_ids)}, the student at "
+            f"the teacher stops at tokens {sorted(other.stop_ids)}, the student at "
             f"{sorted(tokenizer.stop_ids)}: a teacher that never rewards the student's stop makes "
             "completions grow without end; give both the same eos_token_id in "
             "generation_config.json"

@@ -60,11 +60,23 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
         runner = _Runner(experiment, directory, mesh, stop)
         runner.check()
         record_plan(experiment, directory)
+        summary = ""
         for name in experiment.plan:
             if (directory / name / "result.json").exists():
                 logging.info("stage %s is finished: skipped", name)
                 continue
-            runner.run(name)
+            try:
+                runner.run(name)
+            except (train.Stopped, train.NonFiniteError):
+                write_report(directory)
+                raise
+            # After every stage: a long run can be looked at, also when it is killed later.
+            summary = write_report(directory)
+    return summary or write_report(directory)
+
+
+def write_report(directory: epath.Path) -> str:
+    """The report on what there is so far, by the one process that writes; its summary."""
     return report.write(directory) if distributed.is_writer() else ""
 
 
@@ -82,11 +94,15 @@ class _Runner:
         self.problems: dict[tuple[str, str], list[Problem]] = {}
 
     def check(self) -> None:
-        """Looks at all stages before the first is trained: their lengths and their problems."""
+        """Looks at all stages before the first is trained: weights, lengths, problems."""
         for name in self.x.plan:
             stage, field = self.x.stages[name], f"stages.{name}"
             columns = max(self.x.prompt_buckets) + stage.sampling.max_new_tokens
             guards.check_length(self.models[stage.model], field, columns)
+            guards.check_source(stage.init, f"{field}.init", self.tokenizer, teaches=False)
+            for domain, spec in stage.teachers.items():
+                where = f"{field}.teachers.{domain}"
+                guards.check_source(spec, where, self.tokenizer, teaches=True)
             for domain in stage.domains:
                 for split in SPLITS:
                     self.load(domain, split)
@@ -102,9 +118,7 @@ class _Runner:
         params = self.weights.initial(name)
         teachers = self.weights.teachers(name)
         for domain, teacher in teachers.items():
-            guards.check_teacher(
-                teacher, f"{field}.teachers.{domain}", config, self.tokenizer, columns
-            )
+            guards.check_teacher(teacher, f"{field}.teachers.{domain}", config, columns)
         context = Context(
             stage=stage,
             seed=x.seed,
@@ -131,6 +145,7 @@ class _Runner:
             directory=self.directory / name,
             meta={
                 "model": dataclasses.asdict(config),
+                "tokenizer": self.tokenizer.fingerprint(),
                 "init": stage.init,
                 "teachers": {domain: t.manifest for domain, t in teachers.items()},
             },

@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 import tokenizers as hf_tokenizers
 
@@ -14,6 +15,8 @@ from opd_jax import config, guards, steps
 from opd_jax.algorithms import Context, Teacher
 from opd_jax.config import EvaluationSettings, Stage
 from opd_jax.data import tokenizer
+from opd_jax.infra import checkpoint
+from opd_jax.models import hf_config
 from opd_jax.rollout import Sampling
 from tests import tiny
 
@@ -242,38 +245,50 @@ def test_a_context_that_is_too_short_is_refused():
 
 
 def hf_folder(path, words=("a", "b", "c"), stop=(0,)):
-    """A folder with a word-level tokenizer.json of which the first token is <end>."""
+    """A folder with a config.json and a word-level tokenizer.json that begins with <end>."""
     path.mkdir()
     vocabulary = {word: i for i, word in enumerate(("<end>", "<stop>", *words))}
     model = hf_tokenizers.models.WordLevel(vocabulary, unk_token=words[0])
     hf_tokenizers.Tokenizer(model).save(str(path / "tokenizer.json"))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stop)}))
+    (path / "config.json").write_text(hf_config.render(tiny.CONFIG, None, "float32"))
     return path
 
 
-def teacher_check(spec, *, config=tiny.CONFIG, params=(), own, columns=20):
-    teacher = Teacher(spec, config, params, {})
-    guards.check_teacher(teacher, "stages.merge.teachers.a", tiny.CONFIG, own, columns)
+def teacher_check(*, config=tiny.CONFIG, params=(), columns=20):
+    teacher = Teacher("stage:x", config, params, {})
+    guards.check_teacher(teacher, "stages.merge.teachers.a", tiny.CONFIG, columns)
 
 
 def test_d14_a_teacher_with_too_short_a_context_is_refused():
     short = tiny.CONFIG.replace(max_length=16)
     with pytest.raises(ValueError, match=r"teachers\.a \(the teacher\): .* 20 tokens, .* for 16"):
-        teacher_check("stage:x", config=short, own=tokenizer.load("nano"))
+        teacher_check(config=short)
 
 
 def test_a_teacher_with_another_vocabulary_size_is_refused():
-    wide = tiny.CONFIG.replace(vocab_size=40)
     with pytest.raises(ValueError, match=r"teachers\.a: .* has 40 rows, the student's 32"):
-        teacher_check("orbax:/x", config=wide, own=tokenizer.load("nano"))
+        teacher_check(config=tiny.CONFIG.replace(vocab_size=40))
+
+
+def test_a_teacher_without_a_model_has_nothing_to_check():
+    teacher_check(config=tiny.CONFIG.replace(vocab_size=99), params=None)
+
+
+# Weights from outside.
+
+
+def source_check(spec, own, *, teaches=True):
+    guards.check_source(spec, "stages.merge.teachers.a", own, teaches=teaches)
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     own = tokenizer.load(str(hf_folder(tmp_path / "student")))
     other = hf_folder(tmp_path / "teacher", words=("a", "c", "b"))
-    with pytest.raises(ValueError, match=r"teachers\.a: .* token 3 is 'b' .* 'c' in the second"):
-        teacher_check(f"hf:{other}", own=own)
-    teacher_check(f"hf:{hf_folder(tmp_path / 'equal')}", own=own)
+    for teaches in (True, False):
+        with pytest.raises(ValueError, match=r"teachers\.a=.* token 3 is 'b' .* 'c' in the second"):
+            source_check(f"hf:{other}", own, teaches=teaches)
+    source_check(f"hf:{hf_folder(tmp_path / 'equal')}", own)
 
 
 def test_d19_a_teacher_with_other_stop_tokens_is_refused(tmp_path):
@@ -281,13 +296,32 @@ def test_d19_a_teacher_with_other_stop_tokens_is_refused(tmp_path):
     for name, stop in (("instruct", (1,)), ("more", (0, 1))):
         other = hf_folder(tmp_path / name, stop=stop)
         with pytest.raises(ValueError, match=r"stops at tokens \[.*1\], the student at \[0\]: .*"):
-            teacher_check(f"hf:{other}", own=own)
+            source_check(f"hf:{other}", own)
+        source_check(f"hf:{other}", own, teaches=False)  # An init stops where the student stops.
     two = tokenizer.load(str(hf_folder(tmp_path / "two", stop=(1, 0))))
-    teacher_check(f"hf:{tmp_path / 'more'}", own=two)  # The order does not matter.
+    source_check(f"hf:{tmp_path / 'more'}", two)  # The order does not matter.
 
 
-def test_a_teacher_without_a_model_has_nothing_to_check():
-    teacher_check("self", config=tiny.CONFIG.replace(vocab_size=99), params=None, own=None)
+def test_weights_that_are_not_there_are_refused_before_anything_is_trained(tmp_path):
+    own = tokenizer.load("nano")
+    for kind in ("hf", "orbax"):
+        with pytest.raises(ValueError, match=rf"teachers\.a='{kind}:.*nowhere"):
+            source_check(f"{kind}:{tmp_path / 'nowhere'}", own)
+    for spec in ("self", "random", "stage:x", "scratch"):
+        source_check(spec, own)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path):
+    own, other = (
+        tokenizer.load(str(hf_folder(tmp_path / name, words=words)))
+        for name, words in (("own", ("a", "b")), ("other", ("b", "a")))
+    )
+    for name, t in (("mine", own), ("theirs", other)):
+        with checkpoint.Checkpointer(tmp_path / name, keep_newest=1) as saves:
+            saves.save(1, {"params": {"w": np.ones(2)}}, {"tokenizer": t.fingerprint()})
+    source_check(f"orbax:{tmp_path / 'mine'}", own)
+    with pytest.raises(ValueError, match=r"teachers\.a='orbax:.*theirs': .* another tokenizer"):
+        source_check(f"orbax:{tmp_path / 'theirs'}", own)
 
 
 # The ratio on the real weights.

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import pytest
 
 from configs import smoke
-from opd_jax import config, pipeline, steps
+from opd_jax import config, pipeline, steps, train
 from opd_jax.algorithms import loss_settings
 from opd_jax.models.config import preset
 
@@ -62,3 +63,39 @@ def test_a_second_start_skips_everything(experiment, workdir, monkeypatch):
     monkeypatch.setattr(pipeline.train, "run", lambda *_: pytest.fail("a stage ran again"))
     table = pipeline.run(experiment, workdir, devices=jax.devices()[:1])
     assert "merge" in table
+
+
+@pytest.mark.parametrize("reason", [train.Stopped, train.NonFiniteError])
+def test_a_run_that_ends_early_leaves_a_report(experiment, workdir, tmp_path, monkeypatch, reason):
+    part = tmp_path / "part"
+    shutil.copytree(workdir, part, ignore=shutil.ignore_patterns("merge", "report.*", "results.json"))
+
+    def fails(*_):
+        raise reason
+
+    monkeypatch.setattr(pipeline.train, "run", fails)
+    with pytest.raises(reason):
+        pipeline.run(experiment, part, devices=jax.devices()[:1])
+    results = json.loads((part / "results.json").read_text())
+    assert "merge" in results["unfinished"] and "expert_a" in results["stages"]
+    assert "Not finished: merge" in (part / "report.md").read_text()
+    assert (part / "report.html").exists()
+
+
+def test_the_report_grows_with_every_stage(experiment, workdir, tmp_path, monkeypatch):
+    part, seen = tmp_path / "part", []
+    shutil.copytree(workdir, part, ignore=shutil.ignore_patterns("merge", "joint", "report.*"))
+    write = pipeline.report.write
+
+    def records(directory):
+        summary = write(directory)
+        seen.append(json.loads((directory / "results.json").read_text())["unfinished"])
+        return summary
+
+    def finishes(job, stop):
+        shutil.copytree(workdir / job.name, job.directory)
+
+    monkeypatch.setattr(pipeline.report, "write", records)
+    monkeypatch.setattr(pipeline.train, "run", finishes)
+    pipeline.run(experiment, part, devices=jax.devices()[:1])
+    assert seen == [["merge"], []]

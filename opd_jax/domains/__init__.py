@@ -8,7 +8,7 @@ To add a procedural domain, write a module beside `arithmetic.py` and name it in
             worked = " ".join(answer) + f"={answer}"   # The answer stands after the last "=".
             yield Draft(key=word, prompt=prompt, answer=answer, terse=answer, worked=worked)
 
-    DOMAIN = Domain(generate, EXACT, version="1.0.0")
+    DOMAIN = Domain(generate, EXACT, version="1.1.0")
 
 Split, ids, storage and most tests follow from the table; `tools/train_tokenizer.py` takes new
 characters into the miniature's vocabulary. For another kind of marking than EXACT, INTEGER or

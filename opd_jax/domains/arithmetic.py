@@ -74,4 +74,4 @@ def _by_place(a: int, b: int) -> str:
     return f"{_step(a, sign * tens)};{last}"
 
 
-DOMAIN = Domain(generate, INTEGER, version="1.0.0")
+DOMAIN = Domain(generate, INTEGER, version="1.1.0")

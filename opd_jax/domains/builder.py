@@ -19,7 +19,7 @@ LEVELS = (1, 2, 3)
 STYLES = ("terse", "worked")
 
 # Problems kept per level; a small level gives what it has, in the shares of `split_of`.
-LIMITS = {"train": 2600, "validation": 400, "test": 400}
+LIMITS = {"train": 8000, "validation": 400, "test": 400}
 
 _FOLDER = "opd_problems"
 _IDS_PER_LEVEL = 100_000

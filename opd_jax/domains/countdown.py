@@ -19,7 +19,7 @@ from opd_jax.domains.answers import Domain, Draft, Verifier, final_answer
 MAX_LENGTH = 64
 MAX_DIGITS = 6
 
-_LARGEST = {1: 25, 2: 12, 3: 9}  # Largest number, by level.
+_LARGEST = {1: 30, 2: 18, 3: 9}  # Largest number, by level.
 _MAX_VALUE = 99  # Of the target and of every step of a reference solution.
 _MAX_TERSE = 9
 _MAX_WORKED = 31
@@ -188,4 +188,4 @@ def _check(answer: str) -> None:
         )
 
 
-DOMAIN = Domain(generate, Verifier(_verify, _check), version="1.0.0")
+DOMAIN = Domain(generate, Verifier(_verify, _check), version="1.1.0")

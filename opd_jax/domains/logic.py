@@ -39,4 +39,4 @@ def _draft(order: tuple[str, ...], rng: random.Random) -> Draft:
     return Draft(answer, ";".join(written) + ":", answer, answer, worked)
 
 
-DOMAIN = Domain(generate, EXACT, version="1.0.0")
+DOMAIN = Domain(generate, EXACT, version="1.1.0")

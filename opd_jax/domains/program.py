@@ -155,4 +155,4 @@ def _tests(tests: dict) -> bool:
     return bool(pairs) and all(integers)
 
 
-DOMAIN = Domain(generate, Verifier(_verify, _check), version="1.0.0")
+DOMAIN = Domain(generate, Verifier(_verify, _check), version="1.1.0")
