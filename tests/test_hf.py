@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from opd_jax.core import tree
-from opd_jax.models import hf, layers, transformer
+from opd_jax.models import hf, layers, rope, transformer
 
 # Width / heads is 4, not the head size: what is derived instead of read shows everywhere.
 RAW = {
@@ -167,7 +167,7 @@ def config_with(tmp_path, **changes):
 )
 def test_h02_rope_base_from_either_key(tmp_path, changes):
     theta = config_with(tmp_path, **changes).rope_theta
-    angle_BTe = layers.rope_angles(jnp.array([[1]]), 8, theta)
+    angle_BTe = rope.angles(jnp.array([[1]]), 8, theta)
     np.testing.assert_allclose(angle_BTe[0, 0, 1], 0.031623, rtol=1e-4)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from opd_jax.core import sharding
-from opd_jax.models import layers, transformer
+from opd_jax.models import layers, rope, transformer
 from opd_jax.models.config import preset
 from tests import tiny
 
@@ -149,9 +149,13 @@ def test_m12_values_of_padding_change_nothing_and_rows_do_not_mix(mesh):
 def test_n41_a_row_with_nothing_to_see_is_finite(mesh):
     q = jnp.ones((1, 4, 2, 4))  # [B, H, T, E]
     own = layers.KV(jnp.ones((1, 2, 2, 4)), jnp.ones((1, 2, 2, 4)))
-    out = layers.attend(q, own, jnp.zeros((1, 2, 2), bool), None)
-    assert np.isfinite(np.asarray(out)).all()
-    grad = jax.grad(lambda q: layers.attend(q, own, jnp.zeros((1, 2, 2), bool), None).sum())(q)
+    view = layers.View(jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2), bool), None)
+
+    def attend(q):
+        return layers.attend(q, own, view, None, 0.5, None)
+
+    assert np.isfinite(np.asarray(attend(q))).all()
+    grad = jax.grad(lambda q: attend(q).sum())(q)
     assert np.isfinite(np.asarray(grad)).all()
 
 
@@ -162,10 +166,10 @@ def test_rms_norm_by_hand():
 
 
 def test_rope_turns_the_second_pair_by_its_frequency():
-    angle = layers.rope_angles(jnp.array([[0, 5]]), head_dim=8, theta=1e6)
+    angle = rope.angles(jnp.array([[0, 5]]), head_dim=8, theta=1e6)
     np.testing.assert_allclose(angle[0, 1] / 5, [1, 0.031623, 0.001, 0.000031623], rtol=1e-4)
     x = jnp.zeros((1, 1, 2, 8)).at[0, 0, 1, 0].set(1.0)  # [B, H, T, E]
-    got = np.asarray(layers.rotate(x, angle))[0, 0, 1]
+    got = np.asarray(rope.rotate(x, angle))[0, 0, 1]
     np.testing.assert_allclose(got[[0, 4]], [np.cos(5), np.sin(5)], atol=1e-6)
 
 

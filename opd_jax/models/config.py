@@ -1,11 +1,58 @@
 """The shape of a model, and the presets that a config can name."""
 
 import dataclasses
+import math
+
+ROPE_SCALINGS = ("linear", "dynamic", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How a model's rotary frequencies were stretched to a longer context; see models/rope.py."""
+
+    kind: str  # One of ROPE_SCALINGS.
+    factor: float  # Longer by this.
+    original_length: int = 0  # Context before it, in tokens; not used by "linear".
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn: queries and keys are both multiplied by it.
+
+    def __post_init__(self):
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(
+                f"model.rope_scaling.kind={self.kind!r}: one of {', '.join(ROPE_SCALINGS)}"
+            )
+        if not self.factor >= 1:
+            raise ValueError(f"model.rope_scaling.factor={self.factor}: must be at least 1")
+        if self.kind != "linear" and self.original_length < 1:
+            raise ValueError(
+                f"model.rope_scaling.original_length={self.original_length}: {self.kind} needs the "
+                "context before scaling, in tokens"
+            )
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be positive and "
+                f"below high_freq_factor={self.high_freq_factor}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family: RMSNorm, RoPE, grouped queries, gated MLP."""
+    """A decoder-only transformer: RMSNorm, RoPE, grouped queries, gated MLP.
+
+    The defaults are Llama's. What other families do differently is a field each:
+
+        Mistral          window, local_layers (all)
+        Qwen 2, 2.5      qkv_bias
+        Qwen 3           qk_norm
+        Gemma 2          unit_offset_norm, post_norms, scale_embeddings, activation,
+                         query_pre_attn_scalar, attention_softcap, final_softcap, local_layers
+        Gemma 3          the same without softcaps, with qk_norm and local_rope_theta
+    """
 
     vocab_size: int
     embed_dim: int  # D
@@ -20,8 +67,25 @@ class ModelConfig:
     tie_embeddings: bool = True
     dtype: str = "float32"  # Of matmuls and activations; parameters are fp32 whatever it is.
     remat: str = "matmuls"  # "none" | "matmuls" | "full"; see transformer.REMAT.
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # Projections to queries, keys and values add a bias.
+    qk_norm: bool = False  # Each head's query and key is normed before it is rotated.
+    query_pre_attn_scalar: float | None = None  # Scores are divided by its root; None: head_dim.
+    attention_softcap: float | None = None  # Scores s become cap * tanh(s / cap).
+    final_softcap: float | None = None  # Logits likewise.
+    window: int | None = None  # A query of a local layer sees this many keys, its own the last.
+    local_layers: tuple[int, ...] = ()  # The layers, counted from 0, that have the window.
+    local_rope_theta: float | None = None  # Their base, not scaled; None: rotated like the others.
+    unit_offset_norm: bool = False  # Norms multiply by 1 + weight.
+    post_norms: bool = False  # Attention and MLP are normed once more before the residual sum.
+    scale_embeddings: bool = False  # Embeddings are multiplied by the root of D.
+    activation: str = "silu"  # Of the gate, one of ACTIVATIONS.
 
     def __post_init__(self):
+        # As JSON gives them back out of a checkpoint.
+        object.__setattr__(self, "local_layers", tuple(self.local_layers))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "mlp_dim", "max_length"):
             if getattr(self, name) < 1:
@@ -37,10 +101,58 @@ class ModelConfig:
             raise ValueError(f"model.dtype={self.dtype!r}: one of float32, bfloat16, float16")
         if self.remat not in ("none", "matmuls", "full"):
             raise ValueError(f"model.remat={self.remat!r}: one of none, matmuls, full")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"model.activation={self.activation!r}: one of {ACTIVATIONS}")
+        for name in ("query_pre_attn_scalar", "attention_softcap", "final_softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"model.{name}={value}: must be positive, or None")
+        self._check_local_layers()
+
+    def _check_local_layers(self) -> None:
+        if not set(self.local_layers) <= set(range(self.num_layers)):
+            raise ValueError(
+                f"model.local_layers={self.local_layers}: layers are 0..{self.num_layers - 1}"
+            )
+        if self.local_layers and (self.window is None or self.window < 1):
+            raise ValueError(
+                f"model.window={self.window}: model.local_layers={self.local_layers} need one of "
+                "at least 1 token"
+            )
+        if self.window is not None and not self.local_layers:
+            raise ValueError(f"model.window={self.window}, but model.local_layers is empty")
+        scaling = self.rope_scaling
+        if self.local_rope_theta is not None:
+            if not self.local_layers:
+                raise ValueError(
+                    f"model.local_rope_theta={self.local_rope_theta}, but model.local_layers is "
+                    "empty"
+                )
+            if scaling is not None and scaling.attention_factor != 1:
+                raise ValueError(
+                    f"model.local_rope_theta={self.local_rope_theta} with "
+                    f"rope_scaling.attention_factor={scaling.attention_factor}: layers with "
+                    "attention factors of their own are not implemented"
+                )
+        if scaling is not None and scaling.kind == "dynamic" and self.head_dim < 4:
+            raise ValueError(f"model.head_dim={self.head_dim}: dynamic RoPE needs at least 4")
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores of queries and keys are multiplied by."""
+        scalar = self.query_pre_attn_scalar
+        scale = (self.head_dim if scalar is None else scalar) ** -0.5
+        factor = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
+        return scale * factor**2
 
     def replace(self, **changes) -> "ModelConfig":
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """The attention factor that YaRN recommends (arXiv 2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 # Widths of the presets; the vocabulary comes from the tokenizer.

@@ -1,4 +1,6 @@
-"""Parts of a transformer block: parameters with logical axes, norm, rotary angles, attention."""
+"""Parts of a transformer block: parameters with logical axes, norm, attention, the block."""
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -7,9 +9,12 @@ from flax import struct
 
 from opd_jax.core import sharding
 from opd_jax.models.config import ModelConfig
+from opd_jax.models.rope import rotate
 
 # Finite, so that a row whose every key is masked gives a uniform softmax and not NaN.
 MASKED = -1e30
+
+ACTIVATION = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
 @struct.dataclass
@@ -32,6 +37,15 @@ class Prefix:
     mask_PL: jax.Array  # bool, real columns.
 
 
+@struct.dataclass
+class View:
+    """What the tokens of one run see in a layer. Masks are bool; an axis of 1 holds for all."""
+
+    angle_BTe: jax.Array  # Rotary angles, of queries and of the keys that the tokens add.
+    mask_BTS: jax.Array  # Own keys; S = T without a cache, else the cache's length.
+    prefix_mask_PTL: jax.Array | None  # The prompts' keys, T counted as in the run.
+
+
 def weight(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...],
            stddev: float) -> jax.Array:  # fmt: skip
     """An fp32 parameter, normal with the given deviation, its logical axes beside its shape."""
@@ -39,33 +53,39 @@ def weight(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str
     return module.param(name, init, shape)
 
 
-def gain(module: nn.Module, name: str, dim: int) -> jax.Array:
-    """The fp32 scale of a norm, ones at first."""
-    return module.param(name, nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), (dim,))
+def zeros(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+    """An fp32 parameter that starts at zero: a bias."""
+    init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+    return module.param(name, init, shape)
 
 
-def rms_norm(x_BTD: jax.Array, gain_D: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm; the mean of squares in fp32 whatever the activations are."""
-    x = x_BTD.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return (x * scale * gain_D[None, None, :]).astype(x_BTD.dtype)
+def gain(module: nn.Module, name: str, dim: int, config: ModelConfig) -> jax.Array:
+    """The fp32 weight of a norm; at first the norm multiplies by 1."""
+    init = nn.initializers.zeros if config.unit_offset_norm else nn.initializers.ones
+    return module.param(name, nn.with_logical_partitioning(init, ("norm",)), (dim,))
 
 
-def rope_angles(position_BT: jax.Array, head_dim: int, theta: float) -> jax.Array:
-    """Rotation angles `[B, T, E/2]`, fp32 (bf16 would round position 257 to 256)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    return position_BT.astype(jnp.float32)[..., None] * frequency[None, None, :]
+def norm(x: jax.Array, weight_D: jax.Array, config: ModelConfig) -> jax.Array:
+    """The norm of the family: its scale is the weight, or 1 + weight."""
+    scale_D = 1 + weight_D.astype(jnp.float32) if config.unit_offset_norm else weight_D
+    return rms_norm(x, scale_D, config.norm_eps)
 
 
-def rotate(x_BHTE: jax.Array, angle_BTe: jax.Array) -> jax.Array:
-    """Rotary position embedding in the half-split layout: dimension i turns with i + E/2."""
-    cos = jnp.cos(angle_BTe)[:, None].astype(x_BHTE.dtype)
-    sin = jnp.sin(angle_BTe)[:, None].astype(x_BHTE.dtype)
-    a, b = jnp.split(x_BHTE, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rms_norm(x: jax.Array, gain_D: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis; all of it in fp32 whatever the activations are."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * jnp.expand_dims(gain_D, range(x.ndim - 1))).astype(x.dtype)
 
 
-def attend(q_BHTE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | None) -> jax.Array:
+def cap_softly(x: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(x / cap)`, or `x` without a cap. Before any mask, which it would undo."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attend(
+    q_BHTE: jax.Array, own: KV, view: View, prefix: KV | None, scale: float, softcap: float | None
+) -> jax.Array:
     """Grouped-query attention over a row's own keys and, before them, its prompt's.
 
     The prompt's keys are stored once and never copied per sample: the n rows of a prompt are folded
@@ -74,8 +94,10 @@ def attend(q_BHTE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | Non
     Args:
       q_BHTE: queries, rotated.
       own: the row's own keys and values `[B, K, S, E]`.
-      mask_BTS: which own keys each query may see. Here B may be 1: the same for all rows.
-      prefix: one layer's shared prompt keys, or None.
+      view: which keys each query may see.
+      prefix: one layer's shared prompt keys and values `[P, K, L, E]`, or None.
+      scale: of the products.
+      softcap: of the scaled products, or None.
 
     Returns:
       `[B, H, T, E]`.
@@ -90,15 +112,16 @@ def attend(q_BHTE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | Non
 
     by_rows = ("batch", "kv_heads", None, None, None)
     f32 = {"preferred_element_type": jnp.float32}
-    q_BKQTE = reshape(q_BHTE * E**-0.5, (B, K, Q, T, E), *by_rows)
+    q_BKQTE = reshape(q_BHTE * scale, (B, K, Q, T, E), *by_rows)
     own_scores = jnp.einsum("BKQTE,BKSE->BKQTS", q_BKQTE, own.k, **f32)
-    own_scores = jnp.where(mask_BTS[:, None, None, :, :], own_scores, MASKED)
+    own_scores = cap_softly(own_scores, softcap)
+    own_scores = jnp.where(view.mask_BTS[:, None, None, :, :], own_scores, MASKED)
     if prefix is None:
         p = jax.nn.softmax(own_scores, axis=-1).astype(q_BHTE.dtype)
         out = jnp.einsum("BKQTS,BKSE->BKQTE", p, own.v)
         return reshape(out, (B, H, T, E), "batch", "heads", None, None)
 
-    P = prefix.mask_PL.shape[0]
+    P = prefix.k.shape[0]
     n = B // P
     by_prompt = ("batch", "samples", "kv_heads", None, None, None)
 
@@ -108,15 +131,16 @@ def attend(q_BHTE: jax.Array, own: KV, mask_BTS: jax.Array, prefix: Prefix | Non
         return reshape(x_PnKQT1, (B, K, Q, T, x_PKnQT1.shape[-1]), *by_rows)
 
     q_PnKQTE = reshape(q_BKQTE, (P, n, K, Q, T, E), *by_prompt)
-    scores = jnp.einsum("PnKQTE,PKLE->PKnQTL", q_PnKQTE, prefix.kv.k, **f32)
-    scores = jnp.where(prefix.mask_PL[:, None, None, None, None, :], scores, MASKED)
+    scores = jnp.einsum("PnKQTE,PKLE->PKnQTL", q_PnKQTE, prefix.k, **f32)
+    scores = cap_softly(scores, softcap)
+    scores = jnp.where(view.prefix_mask_PTL[:, None, None, None, :, :], scores, MASKED)
     # One softmax over both parts: each has exponentials of its own maximum, and what a part weighs
     # in the whole is put right by a factor per query.
     own_top, top = own_scores.max(-1, keepdims=True), scores.max(-1, keepdims=True)
     own_top, top = jax.lax.stop_gradient((own_top, top))
     own_e, e = jnp.exp(own_scores - own_top), jnp.exp(scores - top)
     own_out = jnp.einsum("BKQTS,BKSE->BKQTE", own_e.astype(q_BHTE.dtype), own.v, **f32)
-    out = jnp.einsum("PKnQTL,PKLE->PKnQTE", e.astype(q_BHTE.dtype), prefix.kv.v, **f32)
+    out = jnp.einsum("PKnQTL,PKLE->PKnQTE", e.astype(q_BHTE.dtype), prefix.v, **f32)
     top, total, out = rows(top), rows(e.sum(-1, keepdims=True)), rows(out)
     own_factor = jnp.exp(own_top - jnp.maximum(own_top, top))
     factor = jnp.exp(top - jnp.maximum(own_top, top))
@@ -131,56 +155,87 @@ class Block(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BTD, prefix_kv, cache, angle_BTe, mask_BTS, prefix_mask_PL, write_at):
+    def __call__(self, x_BTD, prefix, cache, local, view, local_view, write_at):
         """Runs the layer.
 
         Args:
           x_BTD: residual stream.
-          prefix_kv: the prompts' keys and values in this layer, or None.
+          prefix: the prompts' keys and values in this layer, or None.
           cache: the rows' own earlier keys and values in this layer, or None.
-          angle_BTe: rotary angles of the tokens.
-          mask_BTS: which own keys each token sees; S = T without a cache, else the cache's length.
-          prefix_mask_PL: real columns of the prompts, or None.
+          local: in a stack of mixed layers, whether this one is local (a traced bool); else None.
+          view: what the tokens see.
+          local_view: what they see if `local`; None if `local` is.
           write_at: the cache column of the first of the T tokens; unused without a cache.
 
         Returns:
           The residual stream, and the rows' own keys and values: those of the T tokens, or the
           whole cache with them written in.
         """
-        c, dtype = self.config, jnp.dtype(self.config.dtype)
-        D, H, K, E, F = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_dim
-        deep = (2 * c.num_layers) ** -0.5  # Keeps the residual stream's size independent of depth.
-        attn_gain, mlp_gain = gain(self, "attn_norm", D), gain(self, "mlp_norm", D)
+        c = self.config
+        if local is not None:
+            view = jax.tree.map(functools.partial(jnp.where, local), local_view, view)
+        attn_gain = gain(self, "attn_norm", c.embed_dim, c)
+        mlp_gain = gain(self, "mlp_norm", c.embed_dim, c)
+        a_BTD, own = self._attention(norm(x_BTD, attn_gain, c), prefix, cache, view, write_at)
+        if c.post_norms:
+            a_BTD = norm(a_BTD, gain(self, "attn_post_norm", c.embed_dim, c), c)
+        x_BTD = x_BTD + a_BTD
+        m_BTD = self._mlp(norm(x_BTD, mlp_gain, c))
+        if c.post_norms:
+            m_BTD = norm(m_BTD, gain(self, "mlp_post_norm", c.embed_dim, c), c)
+        return x_BTD + m_BTD, own
+
+    def _attention(self, h_BTD, prefix, cache, view, write_at):
+        c = self.config
+        D, H, K, E = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
         q = weight(self, "q", (D, H, E), ("embed", "heads", "head"), D**-0.5)
         k = weight(self, "k", (D, K, E), ("embed", "kv_heads", "head"), D**-0.5)
         v = weight(self, "v", (D, K, E), ("embed", "kv_heads", "head"), D**-0.5)
-        o = weight(self, "o", (H, E, D), ("heads", "head", "embed"), (H * E) ** -0.5 * deep)
-        gate = weight(self, "gate", (D, F), ("embed", "mlp"), D**-0.5)
-        up = weight(self, "up", (D, F), ("embed", "mlp"), D**-0.5)
-        down = weight(self, "down", (F, D), ("mlp", "embed"), F**-0.5 * deep)
-
-        def project(equation, x, w, *axes):
-            return jnp.einsum(equation, x, w.astype(dtype), out_sharding=sharding.spec(*axes))
-
+        stddev = (H * E) ** -0.5 * self._deep
+        o = weight(self, "o", (H, E, D), ("heads", "head", "embed"), stddev)
         with jax.named_scope("qkv"):
-            h = rms_norm(x_BTD, attn_gain, c.norm_eps)
-            q_BHTE = project("BTD,DHE->BHTE", h, q, "batch", "heads", "time", "head")
-            k_BKTE = project("BTD,DKE->BKTE", h, k, "batch", "kv_heads", "time", "head")
-            v_BKTE = project("BTD,DKE->BKTE", h, v, "batch", "kv_heads", "time", "head")
-            q_BHTE, k_BKTE = rotate(q_BHTE, angle_BTe), rotate(k_BKTE, angle_BTe)
+            q_BHTE = self._project("BTD,DHE->BHTE", h_BTD, q, "batch", "heads", "time", "head")
+            k_BKTE = self._project("BTD,DKE->BKTE", h_BTD, k, "batch", "kv_heads", "time", "head")
+            v_BKTE = self._project("BTD,DKE->BKTE", h_BTD, v, "batch", "kv_heads", "time", "head")
+            if c.qkv_bias:
+                q_BHTE += self._bias("q_bias", H, "heads")
+                k_BKTE += self._bias("k_bias", K, "kv_heads")
+                v_BKTE += self._bias("v_bias", K, "kv_heads")
+            if c.qk_norm:
+                q_BHTE = norm(q_BHTE, gain(self, "q_norm", E, c), c)
+                k_BKTE = norm(k_BKTE, gain(self, "k_norm", E, c), c)
+            q_BHTE, k_BKTE = rotate(q_BHTE, view.angle_BTe), rotate(k_BKTE, view.angle_BTe)
         with jax.named_scope("cache"):
             own = KV(k_BKTE, v_BKTE)
             if cache is not None:
                 at = (0, 0, write_at, 0)
                 own = jax.tree.map(lambda c, x: jax.lax.dynamic_update_slice(c, x, at), cache, own)
         with jax.named_scope("attention"):
-            prefix = None if prefix_kv is None else Prefix(prefix_kv, prefix_mask_PL)
-            a_BHTE = attend(q_BHTE, own, mask_BTS, prefix)
-            x_BTD = x_BTD + project("BHTE,HED->BTD", a_BHTE, o, "batch", "time", "act")
+            a_BHTE = attend(q_BHTE, own, view, prefix, c.attention_scale, c.attention_softcap)
+            return self._project("BHTE,HED->BTD", a_BHTE, o, "batch", "time", "act"), own
+
+    def _mlp(self, h_BTD):
+        c = self.config
+        D, F = c.embed_dim, c.mlp_dim
+        gate = weight(self, "gate", (D, F), ("embed", "mlp"), D**-0.5)
+        up = weight(self, "up", (D, F), ("embed", "mlp"), D**-0.5)
+        down = weight(self, "down", (F, D), ("mlp", "embed"), F**-0.5 * self._deep)
         with jax.named_scope("mlp"):
-            h = rms_norm(x_BTD, mlp_gain, c.norm_eps)
-            gate_BTF = project("BTD,DF->BTF", h, gate, "batch", "time", "mlp")
-            up_BTF = project("BTD,DF->BTF", h, up, "batch", "time", "mlp")
-            hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-            x_BTD = x_BTD + project("BTF,FD->BTD", hidden_BTF, down, "batch", "time", "act")
-        return x_BTD, own
+            gate_BTF = self._project("BTD,DF->BTF", h_BTD, gate, "batch", "time", "mlp")
+            up_BTF = self._project("BTD,DF->BTF", h_BTD, up, "batch", "time", "mlp")
+            hidden_BTF = ACTIVATION[c.activation](gate_BTF) * up_BTF
+            return self._project("BTF,FD->BTD", hidden_BTF, down, "batch", "time", "act")
+
+    @property
+    def _deep(self) -> float:
+        """Keeps the residual stream's size independent of depth."""
+        return (2 * self.config.num_layers) ** -0.5
+
+    def _project(self, equation, x, w, *axes):
+        w = w.astype(self.config.dtype)
+        return jnp.einsum(equation, x, w, out_sharding=sharding.spec(*axes))
+
+    def _bias(self, name, heads, axis):
+        """A bias per head, to be added to `[B, heads, T, E]`."""
+        bias = zeros(self, name, (heads, self.config.head_dim), (axis, "head"))
+        return bias.astype(self.config.dtype)[None, :, None, :]

@@ -15,11 +15,13 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from opd_jax.core import sharding
 from opd_jax.core.types import Params, PromptBatch
+from opd_jax.models import rope
 from opd_jax.models.config import ModelConfig
-from opd_jax.models.layers import KV, Block, Prefix, gain, rms_norm, rope_angles, weight
+from opd_jax.models.layers import KV, Block, Prefix, View, gain, norm, weight
 
 # What of a layer the backward pass computes again. "matmuls" keeps the results of matmuls only:
 # norms, rotations and activations cost few FLOPs and would fill memory with copies of the stream.
@@ -32,13 +34,21 @@ REMAT = {
 }
 
 
+@struct.dataclass
+class Views:
+    """What tokens see in either kind of layer; None where the model has no such layer."""
+
+    whole: View | None
+    local: View | None
+
+
 class Transformer(nn.Module):
     """The network with its layers scanned; see the functions below for its uses."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, tokens_BT, position_BT, mask_BTS, prefix: Prefix | None):
+    def __call__(self, tokens_BT, views: Views, prefix: KV | None):
         """Returns final hidden states `[B, T, D]` and the tokens' KV, `[N, B, K, T, E]` each."""
         c = self.config
         embedding = weight(
@@ -52,14 +62,17 @@ class Transformer(nn.Module):
             REMAT[c.remat](Block),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, *(nn.broadcast,) * 5),
+            in_axes=(0, nn.broadcast, 0, *(nn.broadcast,) * 3),
             length=c.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(c, name="layers")
-        angle_BTe = rope_angles(position_BT, c.head_dim, c.rope_theta)
-        kv, mask_PL = (None, None) if prefix is None else (prefix.kv, prefix.mask_PL)
-        x_BTD, kv = layers(x_BTD, kv, None, angle_BTe, mask_BTS, mask_PL, None)
-        return rms_norm(x_BTD, gain(self, "final_norm", c.embed_dim), c.norm_eps), kv
+        if views.whole is None or views.local is None:
+            only = views.local if views.whole is None else views.whole
+            x_BTD, kv = layers(x_BTD, prefix, None, None, only, None, None)
+        else:
+            local_N = jnp.isin(jnp.arange(c.num_layers), jnp.array(c.local_layers))
+            x_BTD, kv = layers(x_BTD, prefix, None, local_N, views.whole, views.local, None)
+        return norm(x_BTD, gain(self, "final_norm", c.embed_dim, c), c), kv
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, config: ModelConfig) -> jax.Array:
@@ -67,7 +80,11 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, config: ModelConfig) -> jax
     # Gather the width first: looking up rows of a table split along D would move activations.
     table_VD = jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
     x = table_VD.at[tokens_BT].get(out_sharding=sharding.spec("batch", "time", "act"))
-    return x.astype(config.dtype)
+    x = x.astype(config.dtype)
+    if config.scale_embeddings:
+        # In bf16 the root is rounded as well: so it was when these models were trained.
+        x *= jnp.asarray(config.embed_dim**0.5, config.dtype)
+    return x
 
 
 def unembedding(params: Params) -> jax.Array:
@@ -99,24 +116,68 @@ def _init_boxed(config: ModelConfig, key: jax.Array):
     # Parameters do not depend on the input's size: the smallest that divides over the mesh will do.
     rows = sharding.axis_size(sharding.BATCH)
     tokens = jax.sharding.reshard(jnp.zeros((rows, 1), jnp.int32), sharding.spec("batch", "time"))
-    mask = jax.sharding.reshard(jnp.ones((rows, 1, 1), bool), sharding.spec("batch", "time", None))
-    return Transformer(config).init(key, tokens, tokens, mask, None)["params"]
+    views = look(config, tokens, tokens, jnp.arange(1), tokens == 0)
+    return Transformer(config).init(key, tokens, views, None)["params"]
 
 
-def _apply(params, config, tokens_BT, position_BT, mask_BTS, prefix):
-    return Transformer(config).apply({"params": params}, tokens_BT, position_BT, mask_BTS, prefix)
+def _apply(params, config, tokens_BT, views, prefix):
+    return Transformer(config).apply({"params": params}, tokens_BT, views, prefix)
+
+
+def look(
+    config: ModelConfig,
+    position_BT: jax.Array,
+    context_BT: jax.Array,
+    column_T: jax.Array,
+    real_BS: jax.Array,
+    prefix_mask_PL: jax.Array | None = None,
+) -> Views:
+    """What the tokens of one run see, in layers of each kind.
+
+    Where rows are padded, two real tokens are as many positions apart as columns. A completion's
+    column 0 comes after its prompt's column L-1, so windows can be measured in columns.
+
+    Args:
+      config: the model.
+      position_BT: the tokens' positions.
+      context_BT: tokens in context when each is run, see models/rope.py.
+      column_T: the tokens' columns among their own keys.
+      real_BS: own keys that are not padding; B may be 1.
+      prefix_mask_PL: real columns of the prompts, or None.
+    """
+
+    def view(theta, scaling, window):
+        column_S = jnp.arange(real_BS.shape[1])
+        mask_TS = column_S[None, :] <= column_T[:, None]
+        prefix_mask_PTL = None if prefix_mask_PL is None else prefix_mask_PL[:, None, :]
+        if window is not None:
+            mask_TS &= column_T[:, None] - column_S[None, :] < window
+        if window is not None and prefix_mask_PL is not None:
+            L = prefix_mask_PL.shape[1]
+            back_TL = column_T[:, None] + (L - jnp.arange(L))[None, :]
+            prefix_mask_PTL = prefix_mask_PTL & (back_TL < window)[None]
+        angle_BTe = rope.angles(position_BT, config.head_dim, theta, scaling, context_BT)
+        return View(angle_BTe, mask_TS[None] & real_BS[:, None, :], prefix_mask_PTL)
+
+    c, whole, local = config, None, None
+    if len(c.local_layers) < c.num_layers:
+        whole = view(c.rope_theta, c.rope_scaling, None)
+    if c.local_layers:
+        own = c.local_rope_theta
+        rotation = (c.rope_theta, c.rope_scaling) if own is None else (own, None)
+        local = view(*rotation, c.window)
+    return Views(whole, local)
 
 
 def forward(
     params: Params, config: ModelConfig, tokens_BT: jax.Array, length_B: jax.Array
 ) -> jax.Array:
     """Hidden states `[B, T, D]` of right-padded sequences; those of padding mean nothing."""
-    T = tokens_BT.shape[1]
-    column = jnp.arange(T)
+    column = jnp.arange(tokens_BT.shape[1])
     real_BT = column[None, :] < length_B[:, None]
-    mask_BTS = (column[None, :] <= column[:, None])[None] & real_BT[:, None, :]
     position_BT = jnp.where(real_BT, column[None, :], 0)
-    return _apply(params, config, tokens_BT, position_BT, mask_BTS, None)[0]
+    views = look(config, position_BT, length_B[:, None], column, real_BT)
+    return _apply(params, config, tokens_BT, views, None)[0]
 
 
 def prefill(
@@ -135,8 +196,8 @@ def prefill(
     pad_P = L - length_P
     real_PL = column[None, :] >= pad_P[:, None]
     position_PL = jnp.maximum(column[None, :] - pad_P[:, None], 0)
-    mask_PLL = (column[None, :] <= column[:, None])[None] & real_PL[:, None, :]
-    hidden_PLD, kv = _apply(params, config, tokens_PL, position_PL, mask_PLL, None)
+    views = look(config, position_PL, length_P[:, None], column, real_PL)
+    hidden_PLD, kv = _apply(params, config, tokens_PL, views, None)
     return hidden_PLD[:, -1], Prefix(kv, real_PL)
 
 
@@ -155,9 +216,11 @@ def completion_hidden(
     if R == 1:
         return first_B1D
     T = R - 1
-    position_BT = repeat_rows(prompt.length_P, n)[:, None] + jnp.arange(T)[None, :]
-    mask_1TT = jnp.tril(jnp.ones((T, T), bool))[None]
-    rest_BTD, _ = _apply(params, config, tokens_BR[:, :T], position_BT, mask_1TT, prefix)
+    column = jnp.arange(T)
+    position_BT = repeat_rows(prompt.length_P, n)[:, None] + column[None, :]
+    all_1T = jnp.ones((1, T), bool)
+    views = look(config, position_BT, position_BT + 1, column, all_1T, prefix.mask_PL)
+    rest_BTD, _ = _apply(params, config, tokens_BR[:, :T], views, prefix.kv)
     return jnp.concatenate([first_B1D, rest_BTD], axis=1)
 
 
@@ -208,14 +271,15 @@ def decode(
     Returns:
       The hidden states `[B, D]` that predict token t+1, and the cache with column t filled.
     """
-    x_B1D = embed(params["embedding"], token_B[:, None], config)
-    angle_B1e = rope_angles((length_B + t)[:, None], config.head_dim, config.rope_theta)
-    seen_11S = (jnp.arange(cache[0].k.shape[2]) <= t)[None, None, :]
-    block, filled = Block(config), []
+    c = config
+    x_B1D = embed(params["embedding"], token_B[:, None], c)
+    position_B1 = (length_B + t)[:, None]
+    all_1S = jnp.ones((1, cache[0].k.shape[2]), bool)
+    views = look(c, position_B1, position_B1 + 1, t[None], all_1S, prefix.mask_PL)
+    block, filled = Block(c), []
     for i, (layer, own) in enumerate(zip(layers, cache, strict=True)):
         prefix_kv = jax.tree.map(lambda x, i=i: x[i], prefix.kv)
-        x_B1D, own = block.apply(
-            {"params": layer}, x_B1D, prefix_kv, own, angle_B1e, seen_11S, prefix.mask_PL, t
-        )
+        view = views.local if i in c.local_layers else views.whole
+        x_B1D, own = block.apply({"params": layer}, x_B1D, prefix_kv, own, None, view, None, t)
         filled.append(own)
-    return rms_norm(x_B1D, params["final_norm"], config.norm_eps)[:, 0], filled
+    return norm(x_B1D, params["final_norm"], c)[:, 0], filled
