@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from opd_jax.models.config import PROJECTIONS, Lora
 from opd_jax.optim import OptimizerSettings
 from opd_jax.rollout import Sampling
 
@@ -103,6 +104,23 @@ class SftSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """Train low-rank deltas beside frozen initial weights (models/lora.py)."""
+
+    rank: int = 0  # 0: train all weights.
+    alpha: float = 32.0  # Deltas are multiplied by alpha / rank.
+    targets: tuple[str, ...] = PROJECTIONS  # Which matrices of every layer.
+
+    def __post_init__(self):
+        at_least("lora", self, rank=0)
+        self.deltas()
+
+    def deltas(self) -> Lora | None:
+        """What a ModelConfig calls `lora`; None if the rank is 0."""
+        return Lora(self.rank, self.alpha, self.targets) if self.rank else None
+
+
+@dataclasses.dataclass(frozen=True)
 class StopRule:
     """Stop when validation accuracy has not risen for a while, or is where it was wanted."""
 
@@ -142,6 +160,7 @@ class Stage:
     grpo: GrpoSettings = GrpoSettings()
     opd: OpdSettings = OpdSettings()
     sft: SftSettings = SftSettings()
+    lora: LoraSettings = LoraSettings()
 
     def __post_init__(self):
         one_of("stage.algorithm", self.algorithm, ("sft", "grpo", "opd"))

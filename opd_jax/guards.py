@@ -101,6 +101,11 @@ def _check_sources(x: Experiment, name: str) -> None:
     init = parse(s.init, f"{field}.init")
     if init.kind in CONTROLS:
         raise ValueError(f"{field}.init={s.init!r}: a control is no initial model")
+    if s.lora.rank and init.kind == "scratch":
+        raise ValueError(
+            f"{field}.lora.rank={s.lora.rank} with init='scratch': the random weights would stay as "
+            "they are; start from a trained model, or set lora.rank=0"
+        )
     sources = {f"{field}.init": init}
     if s.algorithm == "grpo" and s.teachers:
         raise ValueError(

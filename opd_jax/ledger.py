@@ -14,7 +14,8 @@ stop are the machine's business, not the method's.
     teacher_score    one forward of the teacher over prompts and completions
     reference_score  the same for a reference model
     old_logprob      the same for the behaviour policy, where it is recomputed
-    update           three forwards of the student (forward, and two for the backward pass)
+    update           three forwards of the student (forward, and two for the backward pass); of a
+                     matrix that is frozen two, since it has no gradient of its own
     generation       rollouts of another model that are trained on (cold start)
     discarded        sampling whose rows were thrown away, moved here from the phases above
     evaluation       apart: not part of the cost of training
@@ -79,10 +80,27 @@ class Ledger:
         self.flops = dict.fromkeys(TRAINING + ASIDE, 0.0) | state
 
 
-def linear_per_token(c: ModelConfig) -> int:
-    """Projections and gated MLP of all layers, one token, one forward."""
+def weights_per_token(c: ModelConfig) -> int:
+    """Projections and gated MLP of all layers, one token, one forward; deltas left out."""
     attention = 2 * c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return c.num_layers * (attention + 6 * c.embed_dim * c.mlp_dim)
+
+
+def deltas_per_token(c: ModelConfig) -> int:
+    """The low-rank deltas of all layers, one token, one forward: rank times the two widths each."""
+    if c.lora is None:
+        return 0
+    D, F, heads, kv_heads = (
+        c.embed_dim, c.mlp_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim,
+    )  # fmt: skip
+    widths = {"q": D + heads, "k": D + kv_heads, "v": D + kv_heads, "o": heads + D,
+              "gate": D + F, "up": D + F, "down": F + D}  # fmt: skip
+    return c.num_layers * 2 * c.lora.rank * sum(widths[target] for target in c.lora.targets)
+
+
+def linear_per_token(c: ModelConfig) -> int:
+    """All that a token costs in the layers whatever its context, one forward."""
+    return weights_per_token(c) + deltas_per_token(c)
 
 
 def head_per_token(c: ModelConfig) -> int:
@@ -133,8 +151,13 @@ def score(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
 
 
 def update(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
-    """Forward and backward of the student: three times its score."""
-    return 3 * score(c, prompt_P, length_B)
+    """Forward and backward of the student: three times its score, less what frozen weights save."""
+    whole = 3 * score(c, prompt_P, length_B)
+    if c.lora is None:
+        return whole
+    run = float(np.sum(prompt_P) + np.sum(np.maximum(np.asarray(length_B) - 1, 0)))
+    frozen = run * weights_per_token(c) + float(np.sum(length_B)) * head_per_token(c)
+    return whole - frozen
 
 
 def remat(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:

@@ -27,6 +27,7 @@ from opd_jax.evaluate import Evaluator
 from opd_jax.infra import distributed
 from opd_jax.infra.preemption import StopSignal
 from opd_jax.infra.writer import require_writable
+from opd_jax.models import lora
 from opd_jax.models.config import ModelConfig
 from opd_jax.teachers import Weights, model_config
 
@@ -110,12 +111,12 @@ class _Runner:
     def run(self, name: str) -> None:
         """Prepares one stage, checks it on the real weights, and trains it."""
         x, stage = self.x, self.x.stages[name]
-        field, config = f"stages.{name}", self.models[stage.model]
+        field, config = f"stages.{name}", self.weights.config(name)
         columns = max(x.prompt_buckets) + stage.sampling.max_new_tokens
         guards.check_length(config, field, columns)
         quotas = prompt_data.quotas(stage.domains, stage.prompts)
         guards.check_ranges(stage, field, quotas, guards.batch_shards(self.mesh))
-        params = self.weights.initial(name)
+        params, base = self.weights.initial(name)
         teachers = self.weights.teachers(name)
         for domain, teacher in teachers.items():
             guards.check_teacher(teacher, f"{field}.teachers.{domain}", config, columns)
@@ -127,15 +128,17 @@ class _Runner:
             tokenizer=self.tokenizer,
             ranges=ranges(quotas),
             teachers=teachers,
-            reference=tree.copy(params) if stage.grpo.kl_coefficient else None,
+            # A copy of what is trained, since the update donates its buffers.
+            reference=lora.join(base, tree.copy(params)) if stage.grpo.kl_coefficient else None,
         )
         problems = {domain: self.load(domain, "train") for domain in quotas}
         if stage.algorithm != "sft":
-            self.check_ratio(context, params, problems, quotas)
+            self.check_ratio(context, lora.join(base, params), problems, quotas)
         job = train.Job(
             name=name,
             context=context,
             params=params,
+            base=base,
             problems=problems,
             quotas=quotas,
             evaluator=self.evaluator(stage, config),

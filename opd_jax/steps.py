@@ -18,7 +18,7 @@ from opd_jax.config import GrpoSettings
 from opd_jax.core import sharding
 from opd_jax.core.types import Mean, Metrics, Params, PromptBatch, Rollout, Scores, TrainState
 from opd_jax.losses import Group, LossSettings, group_loss, weigh
-from opd_jax.models import transformer
+from opd_jax.models import lora, transformer
 from opd_jax.models.config import ModelConfig
 from opd_jax.objectives import opd
 from opd_jax.objectives.grpo import group_advantages
@@ -30,6 +30,19 @@ def make_init(config: ModelConfig, mesh: jax.sharding.Mesh) -> Callable[[jax.Arr
     """key -> random parameters, created in their layout: no unsharded copy ever exists."""
     layout = transformer.shardings(config, mesh)
     return jax.jit(functools.partial(transformer.init, config), out_shardings=layout)
+
+
+@functools.cache
+def make_delta(config: ModelConfig, mesh: jax.sharding.Mesh) -> Callable[[jax.Array], Params]:
+    """key -> fresh LoRA deltas alone, in their layout; the model they belong to is not made."""
+    _, layout = lora.split(transformer.shardings(config, mesh))
+    return jax.jit(lambda key: lora.split(transformer.init(config, key))[1], out_shardings=layout)
+
+
+@functools.cache
+def make_merge(config: ModelConfig) -> Callable[[Params], Params]:
+    """A model with LoRA deltas -> the fp32 model that they amount to."""
+    return jax.jit(functools.partial(lora.merge, config=config))
 
 
 @functools.cache
@@ -161,20 +174,24 @@ def make_update_step(
     steps: int,
     loss: LossSettings,
     micro_batches: int,
-) -> Callable[[TrainState, Sequence[Group]], tuple[TrainState, dict[str, Any]]]:
-    """(state, groups) -> (state, metrics); the state is donated.
+) -> Callable[[TrainState, Sequence[Group], Params | None], tuple[TrainState, dict[str, Any]]]:
+    """(state, groups, base) -> (state, metrics); the state is donated.
 
-    The loss is the sum over all groups' rows; gradients of groups and micro-batches are added.
+    The base is what the state's parameters are deltas of (models/lora.py), or None. The loss is the sum over all groups' rows; gradients of groups and micro-batches are added.
     Returned metrics: one dict of Means per group under "groups", the batch's "loss", "grad_norm",
     "update_norm" and "param_norm", and "finite": per parameter leaf, whether its gradient is.
     """
     tx = make_optimizer(optimizer, steps)
-    value_and_grad = jax.value_and_grad(group_loss, has_aux=True)
 
-    def update_step(state: TrainState, groups: Sequence[Group]):
+    def loss_of(trained: Params, base: Params | None, group: Group):
+        return group_loss(lora.join(base, trained), config, group, loss)
+
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+
+    def update_step(state: TrainState, groups: Sequence[Group], base: Params | None = None):
         total, grads, metrics = 0.0, None, []
         for group in groups:
-            loss_sum, group_metrics, g = accumulate(state.params, group)
+            loss_sum, group_metrics, g = accumulate(state.params, base, group)
             total += loss_sum
             grads = g if grads is None else jax.tree.map(jnp.add, grads, g)
             metrics.append(group_metrics)
@@ -191,21 +208,23 @@ def make_update_step(
         }
         return TrainState(state.step + 1, params, opt_state), report
 
-    def accumulate(params: Params, group: Group) -> tuple[jax.Array, Metrics, Params]:
+    def accumulate(
+        params: Params, base: Params | None, group: Group
+    ) -> tuple[jax.Array, Metrics, Params]:
         if micro_batches == 1:
-            (loss_sum, metrics), grads = value_and_grad(params, config, group, loss)
+            (loss_sum, metrics), grads = value_and_grad(params, base, group)
             return loss_sum, metrics, grads
         table = group.teacher_table_VD  # Belongs to no row: the same in every micro-batch.
 
         def add(carry, micro):
             micro = micro.replace(teacher_table_VD=table)
-            (loss_sum, metrics), grads = value_and_grad(params, config, micro, loss)
+            (loss_sum, metrics), grads = value_and_grad(params, base, micro)
             return jax.tree.map(jnp.add, carry, (loss_sum, metrics, grads)), None
 
         pieces = split_prompts(group.replace(teacher_table_VD=None), micro_batches)
         first = jax.tree.map(lambda x: x[0], pieces).replace(teacher_table_VD=table)
         (loss_sum, metrics), grads = jax.eval_shape(
-            lambda p: value_and_grad(p, config, first, loss), params
+            lambda p: value_and_grad(p, base, first), params
         )
         nothing = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding),

@@ -24,7 +24,7 @@ from opd_jax.config import Experiment, ModelSettings
 from opd_jax.core import rng, tree
 from opd_jax.core.types import Params
 from opd_jax.infra import checkpoint
-from opd_jax.models import hf, transformer
+from opd_jax.models import hf, lora, transformer
 from opd_jax.models.config import ModelConfig, preset
 
 CONTROLS = ("self", "random", FIXED_NEGATIVE)
@@ -75,7 +75,11 @@ def model_config(settings: ModelSettings, vocab_size: int) -> ModelConfig:
 
 
 class Weights:
-    """Finds and loads weights for the stages of one experiment."""
+    """Finds and loads weights for the stages of one experiment.
+
+    Frozen bases of LoRA stages are kept: every model that is a delta of the same weights holds the
+    same arrays, in the dtype that it computes in.
+    """
 
     def __init__(
         self, experiment: Experiment, workdir: epath.Path, mesh: jax.sharding.Mesh,
@@ -84,15 +88,23 @@ class Weights:
         self._experiment, self._workdir, self._mesh, self._models = (
             experiment, workdir, mesh, models,
         )  # fmt: skip
+        self._bases: dict[tuple[str, str], Params] = {}  # By the spec and the model's name.
 
-    def initial(self, stage_name: str) -> Params:
-        """A stage's initial fp32 parameters."""
+    def config(self, stage_name: str) -> ModelConfig:
+        """The model that a stage trains, deltas included."""
         stage = self._experiment.stages[stage_name]
-        config = self._models[stage.model]
+        return self._models[stage.model].replace(lora=stage.lora.deltas())
+
+    def initial(self, stage_name: str) -> tuple[Params, Params | None]:
+        """What a stage trains, fp32, and the base that these are deltas of, if they are."""
+        stage, seed = self._experiment.stages[stage_name], self._experiment.seed
+        config, key = self.config(stage_name), rng.stream(seed, "init")
+        if config.lora is not None:
+            return steps.make_delta(config, self._mesh)(key), self._base(stage_name)
         source = parse(stage.init, f"stages.{stage_name}.init")
         if source.kind == "scratch":
-            return steps.make_init(config, self._mesh)(rng.stream(self._experiment.seed, "init"))
-        return self._load(source, config)
+            return steps.make_init(config, self._mesh)(key), None
+        return self._load(source, config), None
 
     def teachers(self, stage_name: str) -> dict[str, Teacher]:
         """The teachers of a stage by domain; equal specs share one copy of the weights."""
@@ -114,25 +126,52 @@ class Weights:
         elif source.kind == "orbax":
             config = saved_config(source.name, source.step)
         elif source.kind == "stage":
-            config = self._models[self._experiment.stages[source.name].model]
+            config = self.config(source.name)
             result = read_result(self._workdir / source.name)
             manifest["step"] = result["selected_step"] if source.step is None else source.step
             manifest["flops"] = result["flops_total"]
         if source.kind in SOURCES:
-            params = tree.cast(self._load(source, config), config.dtype)
+            params = self._serving(source, config)
         manifest["dtype"] = config.dtype
         return Teacher(spec, config, params, manifest)
 
+    def _serving(self, source: Source, config: ModelConfig) -> Params:
+        """Weights to score with, in the model's dtype; of a LoRA stage the shared base and deltas."""
+        if config.lora is None:
+            return tree.cast(self._load(source, config), config.dtype)
+        return lora.join(
+            self._base(source.name), tree.cast(self._saved(source, config), config.dtype)
+        )
+
+    def _base(self, stage_name: str) -> Params:
+        """What a LoRA stage starts from, in the dtype of its model; one copy however often asked."""
+        stage = self._experiment.stages[stage_name]
+        if (stage.init, stage.model) not in self._bases:
+            source = parse(stage.init, f"stages.{stage_name}.init")
+            config = self._models[stage.model]
+            whole = tree.cast(self._load(source, config), config.dtype)
+            self._bases[stage.init, stage.model] = whole
+        return self._bases[stage.init, stage.model]
+
     def _load(self, source: Source, config: ModelConfig) -> Params:
-        layout = transformer.shardings(config, self._mesh)
+        """Whole fp32 weights; deltas of a LoRA stage are merged into them."""
         if source.kind == "hf":
-            return hf.load_params(source.name, config, layout)
+            return hf.load_params(source.name, config, transformer.shardings(config, self._mesh))
+        if source.kind == "stage" and (adapted := self.config(source.name)).lora is not None:
+            both = lora.join(self._base(source.name), self._saved(source, adapted))
+            return steps.make_merge(adapted)(both)
+        return self._saved(source, config)
+
+    def _saved(self, source: Source, config: ModelConfig) -> Params:
+        """The parameters in a checkpoint of ours: of a LoRA stage its deltas alone."""
         directory, step = checkpoints_of(source, self._workdir)
         wanted = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(lambda: transformer.init(config, jax.random.key(0))),
-            layout,
+            transformer.shardings(config, self._mesh),
         )
+        if config.lora is not None:
+            wanted = lora.split(wanted)[1]
         return checkpoint.load_params(directory, step, wanted).state
 
 
@@ -146,8 +185,18 @@ def checkpoints_of(source: Source, workdir: epath.Path) -> tuple[epath.Path, int
 
 
 def saved_config(directory: str, step: int | None) -> ModelConfig:
-    """The shape of the model in a checkpoint of ours."""
-    return ModelConfig(**checkpoint.load_meta(directory, step)["model"])
+    """The shape of the model in a checkpoint of ours.
+
+    Raises:
+      ValueError: it holds deltas, which mean nothing without their base.
+    """
+    config = ModelConfig(**checkpoint.load_meta(directory, step)["model"])
+    if config.lora is not None:
+        raise ValueError(
+            f"{directory} holds LoRA deltas without their base; merge them with "
+            "`python -m tools.export_hf --checkpoint=WORKDIR/STAGE --out=DIR` and name hf:DIR"
+        )
+    return config
 
 
 def read_result(stage_dir: epath.Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from opd_jax.infra import distributed
 from opd_jax.infra.checkpoint import Checkpointer
 from opd_jax.infra.preemption import StopSignal
 from opd_jax.infra.writer import Progress, RunWriter
+from opd_jax.models import lora
 
 
 class Stopped(Exception):
@@ -44,7 +45,8 @@ class Job:
 
     name: str
     context: Context
-    params: Params  # Initial weights.
+    params: Params  # Initial weights: what is trained.
+    base: Params | None  # What they are deltas of, if they are (models/lora.py); never changed.
     problems: Mapping[str, Sequence[Problem]]  # Domain -> training problems.
     quotas: Mapping[str, int]  # Domain -> prompts per batch.
     evaluator: Evaluator
@@ -140,9 +142,9 @@ class StageRun:
         prompt = encode_prompts(problems, names, ctx.tokenizer, buckets=self.job.buckets)
         prompt = sharding.put(ctx.mesh, prompt)
         prepare = ALGORITHMS[self.stage.algorithm]
-        batch = prepare(ctx, self.state.params, problems, prompt, journal.step, self.book)
+        batch = prepare(ctx, self.policy(), problems, prompt, journal.step, self.book)
         for _ in range(self.stage.updates_per_rollout):
-            self.state, metrics = self.update_step(self.state, batch.groups)
+            self.state, metrics = self.update_step(self.state, batch.groups, self.job.base)
             self.book.add("update", ledger.update(config, batch.prompt_P, batch.length_B))
             self.book.add("remat", ledger.remat(config, batch.prompt_P, batch.length_B))
         journal.step += 1
@@ -160,7 +162,7 @@ class StageRun:
         journal, found, spent = self.journal, [], 0.0
         for split in self.job.evaluator.problems:
             records, flops = self.job.evaluator.run(
-                self.state.params, step=journal.step, split=split, check=self.give_up_if_asked
+                self.policy(), step=journal.step, split=split, check=self.give_up_if_asked
             )
             found += [r | {"flops_total": self.book.total} for r in records]
             spent += flops
@@ -183,9 +185,10 @@ class StageRun:
         journal, selected = self.journal, self.journal.step
         if self.stage.stop.select == "best":
             selected = int(max(journal.history, key=lambda point: (point[1], -point[0]))[0])
-        params = self.state.params
+        params = self.policy()
         if selected != journal.step:
-            params = self.checkpointer.restore(abstract(self.state), selected).state.params
+            restored = self.checkpointer.restore(abstract(self.state), selected)
+            params = lora.join(self.job.base, restored.state.params)
         records, flops = self.job.evaluator.run(
             params, step=selected, split="test", greedy=True, check=self.give_up_if_asked
         )
@@ -204,6 +207,10 @@ class StageRun:
         if distributed.is_writer():
             (self.job.directory / "result.json").write_text(json.dumps(result, indent=1))
         return result
+
+    def policy(self) -> Params:
+        """The student's whole weights."""
+        return lora.join(self.job.base, self.state.params)
 
     def save(self, metric: float | None = None) -> None:
         """Saves weights, optimizer, prompt stream, ledger and journal, in the background."""

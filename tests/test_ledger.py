@@ -18,8 +18,8 @@ from opd_jax import ledger, scoring, steps
 from opd_jax.core import sharding
 from opd_jax.core.types import PromptBatch, Rollout
 from opd_jax.losses import Group
-from opd_jax.models import transformer
-from opd_jax.models.config import ModelConfig
+from opd_jax.models import lora, transformer
+from opd_jax.models.config import Lora, ModelConfig
 from opd_jax.optim import OptimizerSettings
 from tests import batches
 
@@ -186,6 +186,36 @@ def test_score_agrees_with_xla(mesh):
     # Controls: without the head, and with the prompt once per sample.
     assert not agrees(xla, mine - heads(P * N * R))
     assert not agrees(xla, ledger.score(WIDE, np.repeat(PROMPTS, N), ROWS))
+
+
+def test_frozen_weights_save_their_own_gradient_and_deltas_cost_theirs():
+    config = SMALL.replace(lora=Lora(rank=3, alpha=1.0, targets=("q", "down")))
+    # q is 4 -> 4 and down 3 -> 4, in two layers of rank 3.
+    assert ledger.deltas_per_token(config) == 2 * 2 * 3 * (4 + 4 + 3 + 4)
+    assert ledger.linear_per_token(config) == 336 + 180
+    forward = ledger.score(config, [3], [4, 2])
+    # Of 3 prompt and 3 + 1 completion tokens run, and 6 heads, nothing but inputs get gradients.
+    assert ledger.update(config, [3], [4, 2]) == 3 * forward - (7 * 336 + 6 * 80)
+
+
+def test_update_of_deltas_agrees_with_xla(mesh):
+    config = WIDE.replace(lora=Lora(rank=64, alpha=1.0), remat="none")
+    layout = transformer.shardings(config, mesh)
+    shapes = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layout
+    )
+    base, delta = lora.split(params)
+    _, rollout, rows = inputs()
+    optimizer = OptimizerSettings()
+    state = jax.eval_shape(steps.make_state(optimizer, 1), delta)
+    group = Group(rollout, rows(jnp.float32, P * N, R))
+    step = steps.make_update_step(config, optimizer, 1, batches.settings("supervised"), 1)
+    xla = step.lower(state, [group], base).compile().cost_analysis()["flops"]
+    assert agrees(xla, ledger.update(config, PROMPTS, ROWS))
+    # Controls: as if nothing were frozen, and without the deltas.
+    assert not agrees(xla, 3 * ledger.score(config, PROMPTS, ROWS))
+    assert not agrees(xla, 2 * ledger.score(WIDE, PROMPTS, ROWS))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

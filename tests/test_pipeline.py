@@ -68,7 +68,9 @@ def test_a_second_start_skips_everything(experiment, workdir, monkeypatch):
 @pytest.mark.parametrize("reason", [train.Stopped, train.NonFiniteError])
 def test_a_run_that_ends_early_leaves_a_report(experiment, workdir, tmp_path, monkeypatch, reason):
     part = tmp_path / "part"
-    shutil.copytree(workdir, part, ignore=shutil.ignore_patterns("merge", "report.*", "results.json"))
+    shutil.copytree(
+        workdir, part, ignore=shutil.ignore_patterns("merge", "report.*", "results.json")
+    )
 
     def fails(*_):
         raise reason

@@ -25,6 +25,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tensor",
     "norm": None,
+    "rank": None,
     "batch": BATCH,
     "time": None,
     "act": None,

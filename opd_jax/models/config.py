@@ -5,6 +5,7 @@ import math
 
 ROPE_SCALINGS = ("linear", "dynamic", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu_tanh")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # The matrices of a layer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,32 @@ class RopeScaling:
                 f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be positive and "
                 f"below high_freq_factor={self.high_freq_factor}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank deltas beside frozen weights: y = W x + (alpha / rank) B A x (arXiv 2106.09685)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = PROJECTIONS  # Which of a layer's matrices have one.
+
+    def __post_init__(self):
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ValueError(f"lora.rank={self.rank}: must be at least 1")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha={self.alpha}: must be positive")
+        unknown = sorted(set(self.targets) - set(PROJECTIONS))
+        if unknown or not self.targets:
+            raise ValueError(
+                f"lora.targets={self.targets}: at least one of {', '.join(PROJECTIONS)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Of the delta."""
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +107,15 @@ class ModelConfig:
     post_norms: bool = False  # Attention and MLP are normed once more before the residual sum.
     scale_embeddings: bool = False  # Embeddings are multiplied by the root of D.
     activation: str = "silu"  # Of the gate, one of ACTIVATIONS.
+    lora: Lora | None = None  # Deltas that are trained in place of the weights; see models/lora.py.
 
     def __post_init__(self):
         # As JSON gives them back out of a checkpoint.
         object.__setattr__(self, "local_layers", tuple(self.local_layers))
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.lora, dict):
+            object.__setattr__(self, "lora", Lora(**self.lora))
         sizes = ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "mlp_dim", "max_length"):
             if getattr(self, name) < 1:

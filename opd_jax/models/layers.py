@@ -1,6 +1,9 @@
 """Parts of a transformer block: parameters with logical axes, norm, attention, the block."""
 
 import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,6 +16,10 @@ from opd_jax.models.rope import rotate
 
 # Finite, so that a row whose every key is masked gives a uniform softmax and not NaN.
 MASKED = -1e30
+
+# Logical axes by letter: of weights, and of activations.
+AXIS_OF = {"D": "embed", "H": "heads", "K": "kv_heads", "E": "head", "F": "mlp"}
+ACTIVATION_AXIS_OF = AXIS_OF | {"B": "batch", "T": "time", "D": "act", "r": "rank"}
 
 ACTIVATION = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
@@ -37,6 +44,20 @@ class Prefix:
     mask_PL: jax.Array  # bool, real columns.
 
 
+class Linear(NamedTuple):
+    """How a weight is applied: an einsum, its letters those of the legend, and how it begins."""
+
+    equation: str
+    stddev: float
+
+    @property
+    def letters(self) -> tuple[str, str, str]:
+        """Of the activations, of the weight, of the result."""
+        x, rest = self.equation.split(",")
+        w, y = rest.split("->")
+        return x, w, y
+
+
 @struct.dataclass
 class View:
     """What the tokens of one run see in a layer. Masks are bool; an axis of 1 holds for all."""
@@ -46,10 +67,10 @@ class View:
     prefix_mask_PTL: jax.Array | None  # The prompts' keys, T counted as in the run.
 
 
-def weight(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...],
+def weight(module: nn.Module, name: str, shape: tuple[int, ...], axes: Sequence[str],
            stddev: float) -> jax.Array:  # fmt: skip
     """An fp32 parameter, normal with the given deviation, its logical axes beside its shape."""
-    init = nn.with_logical_partitioning(nn.initializers.normal(stddev), axes)
+    init = nn.with_logical_partitioning(nn.initializers.normal(stddev), tuple(axes))
     return module.param(name, init, shape)
 
 
@@ -188,15 +209,11 @@ class Block(nn.Module):
     def _attention(self, h_BTD, prefix, cache, view, write_at):
         c = self.config
         D, H, K, E = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
-        q = weight(self, "q", (D, H, E), ("embed", "heads", "head"), D**-0.5)
-        k = weight(self, "k", (D, K, E), ("embed", "kv_heads", "head"), D**-0.5)
-        v = weight(self, "v", (D, K, E), ("embed", "kv_heads", "head"), D**-0.5)
-        stddev = (H * E) ** -0.5 * self._deep
-        o = weight(self, "o", (H, E, D), ("heads", "head", "embed"), stddev)
         with jax.named_scope("qkv"):
-            q_BHTE = self._project("BTD,DHE->BHTE", h_BTD, q, "batch", "heads", "time", "head")
-            k_BKTE = self._project("BTD,DKE->BKTE", h_BTD, k, "batch", "kv_heads", "time", "head")
-            v_BKTE = self._project("BTD,DKE->BKTE", h_BTD, v, "batch", "kv_heads", "time", "head")
+            to_q, to_kv = Linear("BTD,DHE->BHTE", D**-0.5), Linear("BTD,DKE->BKTE", D**-0.5)
+            q_BHTE = self._linear("q", to_q, h_BTD, D, H, E)
+            k_BKTE = self._linear("k", to_kv, h_BTD, D, K, E)
+            v_BKTE = self._linear("v", to_kv, h_BTD, D, K, E)
             if c.qkv_bias:
                 q_BHTE += self._bias("q_bias", H, "heads")
                 k_BKTE += self._bias("k_bias", K, "kv_heads")
@@ -212,28 +229,46 @@ class Block(nn.Module):
                 own = jax.tree.map(lambda c, x: jax.lax.dynamic_update_slice(c, x, at), cache, own)
         with jax.named_scope("attention"):
             a_BHTE = attend(q_BHTE, own, view, prefix, c.attention_scale, c.attention_softcap)
-            return self._project("BHTE,HED->BTD", a_BHTE, o, "batch", "time", "act"), own
+            back = Linear("BHTE,HED->BTD", (H * E) ** -0.5 * self._deep)
+            return self._linear("o", back, a_BHTE, H, E, D), own
 
     def _mlp(self, h_BTD):
         c = self.config
         D, F = c.embed_dim, c.mlp_dim
-        gate = weight(self, "gate", (D, F), ("embed", "mlp"), D**-0.5)
-        up = weight(self, "up", (D, F), ("embed", "mlp"), D**-0.5)
-        down = weight(self, "down", (F, D), ("mlp", "embed"), F**-0.5 * self._deep)
+        widen, narrow = Linear("BTD,DF->BTF", D**-0.5), Linear("BTF,FD->BTD", F**-0.5 * self._deep)
         with jax.named_scope("mlp"):
-            gate_BTF = self._project("BTD,DF->BTF", h_BTD, gate, "batch", "time", "mlp")
-            up_BTF = self._project("BTD,DF->BTF", h_BTD, up, "batch", "time", "mlp")
+            gate_BTF = self._linear("gate", widen, h_BTD, D, F)
+            up_BTF = self._linear("up", widen, h_BTD, D, F)
             hidden_BTF = ACTIVATION[c.activation](gate_BTF) * up_BTF
-            return self._project("BTF,FD->BTD", hidden_BTF, down, "batch", "time", "act")
+            return self._linear("down", narrow, hidden_BTF, F, D)
 
     @property
     def _deep(self) -> float:
         """Keeps the residual stream's size independent of depth."""
         return (2 * self.config.num_layers) ** -0.5
 
-    def _project(self, equation, x, w, *axes):
+    def _linear(self, name: str, linear: Linear, x: jax.Array, *shape: int) -> jax.Array:
+        """`x` by the weight `name`, and by its low-rank delta where there is one."""
+        x_letters, w_letters, y_letters = linear.letters
+        axes = [AXIS_OF[letter] for letter in w_letters]
+        w = weight(self, name, shape, axes, linear.stddev)
+        y = self._product(linear.equation, x, w)
+        lora = self.config.lora
+        if lora is None or name not in lora.targets:
+            return y
+        # The weight's first axes are those that x has too; a delta has the rank in between.
+        n = sum(letter in x_letters for letter in w_letters)
+        fan_in = math.prod(shape[:n])
+        a = weight(self, f"{name}_lora_a", (*shape[:n], lora.rank), (*axes[:n], "rank"),
+                   fan_in**-0.5)  # fmt: skip
+        b = zeros(self, f"{name}_lora_b", (lora.rank, *shape[n:]), ("rank", *axes[n:]))
+        low_BTr = self._product(f"{x_letters},{w_letters[:n]}r->BTr", x, a)
+        return y + self._product(f"BTr,r{w_letters[n:]}->{y_letters}", low_BTr, b) * lora.scale
+
+    def _product(self, equation, x, w):
+        names = (ACTIVATION_AXIS_OF[letter] for letter in equation.split("->")[1])
         w = w.astype(self.config.dtype)
-        return jnp.einsum(equation, x, w, out_sharding=sharding.spec(*axes))
+        return jnp.einsum(equation, x, w, out_sharding=sharding.spec(*names))
 
     def _bias(self, name, heads, axis):
         """A bias per head, to be added to `[B, heads, T, E]`."""
