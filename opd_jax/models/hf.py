@@ -193,7 +193,7 @@ def load_params(
                     pieces[name] = _piece(row, opened, name, config, layout)
     params: Params = {"layers": {}}
     for row in _rows(config):
-        parts = [pieces.pop(name).astype(jnp.float32) for name in row.names(config)]
+        parts = [pieces.pop(name) for name in row.names(config)]
         *parents, leaf = row.path
         (params["layers"] if parents else params)[leaf] = jnp.stack(parts) if parents else parts[0]
     return params
@@ -208,15 +208,19 @@ def _at(params: Params, path: tuple[str, ...]) -> Any:
 def _piece(
     row: Row, file: Any, name: str, config: ModelConfig, layout: NamedSharding | None
 ) -> jax.Array:
-    """One tensor, laid out as its leaf is, in the file's dtype. Each host reads its own shards."""
+    """One tensor, fp32, laid out as its leaf is. Each host reads its own shards only."""
     stacked = row.path[0] == "layers"
     shape = row.leaf_shape(config)[1:] if stacked else row.leaf_shape(config)
 
     def read(index):
         return np.ascontiguousarray(row.read(file, name, index, config))
 
+    def settle(x: jax.Array) -> jax.Array:
+        """A copy, since on a CPU an array may be the very block that was read."""
+        return jax.block_until_ready(x.astype(jnp.float32, copy=True))
+
     if layout is None:
-        return jnp.array(read((slice(None),) * len(shape)))  # Not an alias of the host's memory.
+        return settle(jnp.asarray(read((slice(None),) * len(shape))))
     if stacked:
         layout = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
     devices: dict[tuple, list] = {}
@@ -226,9 +230,8 @@ def _piece(
     placed = []
     for bounds, same in devices.items():
         block = read(tuple(slice(*bound) for bound in bounds))
-        placed += [jax.device_put(block, device, may_alias=False) for device in same]
-        jax.block_until_ready(placed[-len(same) :])  # The block is free to go.
-    return jax.make_array_from_single_device_arrays(shape, layout, placed)
+        placed += [jax.device_put(block, device) for device in same]
+    return settle(jax.make_array_from_single_device_arrays(shape, layout, placed))
 
 
 def _check_tensors(
