@@ -206,6 +206,7 @@ def _taught(ctx, params, whole, length_P, length_B, book):
             part = part.replace(
                 teacher_hidden_BRD=hidden(teacher_params, part.rollout),
                 teacher_table_VD=table_VD.copy() if teacher.params is None else table_VD,
+                teacher_softcap=teacher.config.final_softcap,
             )
         rows = slice(start * n, stop * n)
         book.add(

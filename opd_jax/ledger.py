@@ -2,8 +2,10 @@
 
 A multiply-add counts 2. Matmuls and attention products are counted, all else (norms, softmax,
 rotary, sampling noise) is not: it is under 1% at any real width. Attention is causal and exact: a
-query that sees t keys costs 4 * N * H * E * t. The unembedding is counted at the positions where it
-runs, the embedding lookup costs nothing.
+query that sees t keys costs 4 * H * E * t in a layer; a local layer's query sees at most its window
+(masked products beyond it that the machine may make are no model FLOPs). The unembedding, tied or
+not, is counted at the positions where it runs; the embedding lookup costs nothing. Biases, norms of
+any kind, softcaps and activations are among what is not counted.
 
 What is executed once is counted once: a prompt's forward pass serves all its samples, in sampling,
 in scoring and in the update. Lengths are the real ones: padding and rows that wait for others to
@@ -25,6 +27,7 @@ Source: the conventions of NeMo-RL and PaLM's appendix B, with the real head siz
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -119,9 +122,26 @@ def blocks(c: ModelConfig, before: np.ndarray, count: np.ndarray) -> float:
       count: tokens run, per sequence.
     """
     before, count = np.asarray(before, np.float64), np.asarray(count, np.float64)
-    keys = count * before + count * (count + 1) / 2
-    per_key = 4 * c.num_layers * c.num_heads * c.head_dim
+    keys = (c.num_layers - len(c.local_layers)) * _keys_seen(before, count, math.inf)
+    if c.local_layers:
+        keys += len(c.local_layers) * _keys_seen(before, count, c.window)
+    per_key = 4 * c.num_heads * c.head_dim
     return float(np.sum(count) * linear_per_token(c) + np.sum(keys) * per_key)
+
+
+def _keys_seen(before: np.ndarray, count: np.ndarray, window: float) -> np.ndarray:
+    """Keys that `count` tokens see in one layer, none of them more than its window.
+
+    Example: 2 tokens before, 3 run -> 3 + 4 + 5; with a window of 4 -> 3 + 4 + 4.
+    """
+
+    def of_first(n):
+        growing = np.minimum(n, window)
+        beyond = n - growing
+        # 0 * inf is not a number: without a window nothing is beyond it.
+        return growing * (growing + 1) / 2 + beyond * np.where(beyond > 0, window, 0)
+
+    return of_first(before + count) - of_first(before)
 
 
 def prefill(c: ModelConfig, prompt_P: np.ndarray) -> float:

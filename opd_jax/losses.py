@@ -54,6 +54,7 @@ class Group:
     teacher: Scores | None = None  # For the diagnostics of sampled-token OPD.
     teacher_hidden_BRD: jax.Array | None = None  # For exact divergences, with the table below.
     teacher_table_VD: jax.Array | None = None
+    teacher_softcap: float | None = struct.field(pytree_node=False, default=None)  # Of its logits.
 
 
 def weigh(
@@ -107,10 +108,13 @@ def group_loss(
     tile = TILES[settings.kind]
 
     def terms(hidden_BCD: jax.Array, columns: Columns) -> Terms:
-        z_BCV = scoring.logits(hidden_BCD, table_VD, settings.temperature)
+        z_BCV = scoring.logits(hidden_BCD, table_VD, settings.temperature, config.final_softcap)
         if "teacher_hidden" in columns:
             teacher_z_BCV = scoring.logits(
-                columns["teacher_hidden"], teacher_table_VD, settings.temperature
+                columns["teacher_hidden"],
+                teacher_table_VD,
+                settings.temperature,
+                group.teacher_softcap,
             )
             columns = columns | {"teacher_logits": teacher_z_BCV}
         return tile(z_BCV, columns, settings)

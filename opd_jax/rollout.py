@@ -132,7 +132,7 @@ def sample(
         hidden_BD, cache = transformer.decode(
             params, layers, config, s.token_B, s.t, length_B, s.cache, prefix
         )
-        z_BV = scoring.logits(hidden_BD[:, None], table_VD)[:, 0]
+        z_BV = scoring.logits(hidden_BD[:, None], table_VD, softcap=config.final_softcap)[:, 0]
         return choose(z_BV, s.replace(t=s.t + 1, cache=cache))
 
     state = DecodeState(
@@ -145,7 +145,7 @@ def sample(
         mask_BR=zeros(bool, B, R),
         stopped_B=zeros(bool, B),
     )
-    first_PV = scoring.logits(last_PD[:, None], table_VD)[:, 0]
+    first_PV = scoring.logits(last_PD[:, None], table_VD, softcap=config.final_softcap)[:, 0]
     first_BV = jnp.repeat(first_PV, n, axis=0, out_sharding=sharding.spec("batch", "vocab"))
     state = jax.lax.while_loop(unfinished, advance, choose(first_BV, state))
     rollout = Rollout(

@@ -25,8 +25,16 @@ TILE_BYTES = 64 * 2**20
 MIN_TILE_ROWS, MAX_TILE_ROWS = 1024, 8192
 
 
-def logits(hidden_BCD: jax.Array, table_VD: jax.Array, temperature: float = 1.0) -> jax.Array:
+def logits(
+    hidden_BCD: jax.Array,
+    table_VD: jax.Array,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> jax.Array:
     """fp32 logits `[B, C, V]` of some columns, divided by the temperature; vocabulary-sharded.
+
+    With a softcap (ModelConfig.final_softcap) the model's logits are `cap * tanh(z / cap)`; the
+    temperature divides these.
 
     Raises:
       ValueError: the temperature is not positive.
@@ -42,6 +50,8 @@ def logits(hidden_BCD: jax.Array, table_VD: jax.Array, temperature: float = 1.0)
         out_sharding=sharding.spec("batch", "time", "vocab"),
         preferred_element_type=jnp.float32,
     )
+    if softcap is not None:
+        z_BCV = softcap * jnp.tanh(z_BCV / softcap)
     return z_BCV if temperature == 1.0 else z_BCV / temperature
 
 
@@ -118,6 +128,7 @@ def score(
     tokens_BR: jax.Array,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     top_k: int = 0,
     tile_rows: int | None = None,
 ) -> Scores:
@@ -128,6 +139,7 @@ def score(
       table_VD: unembedding, fp32 (cast to the hidden states' dtype; accumulation is fp32).
       tokens_BR: int32 ids to score.
       temperature: logits are divided by it, as the sampler divides them; a number, not traced.
+      softcap: the model's final_softcap.
       top_k: size of the top-k set to report; 0 for none. No gradient flows into it.
       tile_rows: positions per tile; None chooses by the size of the vocabulary.
 
@@ -139,7 +151,7 @@ def score(
     table_VD = jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
 
     def tile(hidden_BCD, tokens_BC):
-        return score_logits(logits(hidden_BCD, table_VD, temperature), tokens_BC, top_k)
+        return score_logits(logits(hidden_BCD, table_VD, temperature, softcap), tokens_BC, top_k)
 
     return map_tiles(tile, (hidden_BRD, tokens_BR), table_VD.shape[0], tile_rows)
 

@@ -82,6 +82,7 @@ def make_score_step(
             transformer.unembedding(params),
             rollout.tokens_BR,
             temperature=temperature,
+            softcap=config.final_softcap,
             top_k=top_k,
         )
 

@@ -209,15 +209,22 @@ def test_h10_variance_in_fp32():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
+        ({"architectures": ["SmolLM3ForCausalLM"]}, "SmolLM3ForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"model_type": "mistral"}, "model_type='mistral'"),
         ({"architectures": "absent"}, "architectures=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
+        ({"sliding_window": 4}, "sliding_window=4"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier=0.2 is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.type='su'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 4}}, "beta_fast=4"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5: must be at least"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "dynamic"}}, "contradictory RoPE rope_t"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"intermediate_size": "absent"}, "lacks intermediate_size"),
@@ -226,6 +233,11 @@ def test_h10_variance_in_fp32():
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named):
         config_with(tmp_path, **changes)
+
+
+def test_every_refused_key_is_named_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"hidden_act='relu'.*some_scale=2.*lacks vocab_size"):
+        config_with(tmp_path, hidden_act="relu", some_scale=2, vocab_size="absent")
 
 
 def test_missing_config_is_an_error(tmp_path):
@@ -504,7 +516,7 @@ def test_h24_config_and_tokenizer_of_the_source_are_kept(tmp_path):
         "bos_token_id": 0,
         "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
         "dtype": "float32",
-        "something_of_tomorrow": {"kept": True},
+        "transformers.js_config": {"kept": True},
     }
     source = write(tmp_path / "m", raw, make_tensors(raw))
     (source / "tokenizer.json").write_text('{"é": 1}')

@@ -94,6 +94,35 @@ def test_phases_are_checked_and_discarding_moves_without_changing_the_total():
         book.add("updates", 1)
 
 
+def test_local_layers_see_their_window_only():
+    local = SMALL.replace(window=4, local_layers=(1,))
+    # Prompt of 3: 1 + 2 + 3 keys in both layers. Then 3 tokens: 4 + 5 + 6, and 4 + 4 + 4.
+    assert ledger.prefill(local, [3]) == ledger.prefill(SMALL, [3])
+    assert ledger.decode(local, [3], [4]) == 3 * 336 + (15 + 12) * 16 + 3 * 80
+    # A prompt beyond the window: 1 + 2 + 3 + 4 + 4 + 4.
+    everywhere = SMALL.replace(window=4, local_layers=(0, 1))
+    assert ledger.prefill(everywhere, [6]) == 6 * 336 + 18 * 32 + 80
+    # Tokens that begin beyond it.
+    assert ledger.blocks(everywhere, [10], [2]) == 2 * 336 + 8 * 32
+    prompt, length = np.array([3, 7, 1]), np.array([4, 1, 9])
+    sampled = ledger.prefill(local, prompt) + ledger.decode(local, prompt, length)
+    assert sampled == ledger.score(local, prompt, length)
+    assert sampled < ledger.score(SMALL, prompt, length)
+
+
+def test_heads_count_by_their_size_and_a_tied_head_like_any_other():
+    wide = SMALL.replace(head_dim=4)
+    assert ledger.linear_per_token(wide) == 2 * (192 + 72)
+    assert ledger.blocks(wide, [5], [1]) == 2 * (192 + 72) + 6 * 64
+    assert ledger.head_per_token(SMALL) == ledger.head_per_token(
+        SMALL.replace(tie_embeddings=False)
+    )
+    extras = SMALL.replace(
+        qkv_bias=True, qk_norm=True, post_norms=True, attention_softcap=3.0, final_softcap=3.0
+    )
+    assert ledger.update(extras, [3], [4]) == ledger.update(SMALL, [3], [4])
+
+
 # XLA's count.
 
 

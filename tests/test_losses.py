@@ -34,8 +34,8 @@ def evaluate(kinds, params, nudge_BRV, group, pull_K):
             shared[:] = shared or [forward(*args)]
             return shared[0]
 
-        def nudged(hidden_BCD, table_VD, temperature):
-            return logits(hidden_BCD, table_VD, temperature) + nudge_BRV
+        def nudged(*args):
+            return logits(*args) + nudge_BRV
 
         with (
             mock.patch.object(losses.transformer, "completion_hidden", once),

@@ -389,3 +389,17 @@ def test_scores_are_laid_out_as_rows(sharded, top_k):
     for x in jax.tree.leaves(scores):
         assert x.sharding.spec == sharding.spec("batch", *(None,) * (x.ndim - 1))
     assert scores.top_ids_BRk.shape == (B, R, top_k)
+
+
+def test_h21_the_final_softcap(mesh):
+    z_V = jnp.array([10.0, 60.0, -90.0])
+    got = scoring.logits(jnp.ones((1, 1, 1)), z_V[:, None], softcap=30.0)[0, 0]
+    np.testing.assert_allclose(got, [9.645382, 28.920827, -29.851643], atol=1e-5)
+    # The temperature divides what the cap leaves.
+    half = scoring.logits(jnp.ones((1, 1, 1)), z_V[:, None], 0.5, 30.0)[0, 0]
+    np.testing.assert_allclose(half, 2 * got, rtol=1e-6)
+    hidden, tokens = sharding.put(mesh, (jnp.ones((1, 1, 1)), jnp.array([[0]])))
+    capped = scoring.score(hidden, z_V[:, None], tokens, softcap=30.0, temperature=2.0)
+    np.testing.assert_allclose(capped.logp_BR[0, 0], jax.nn.log_softmax(got / 2)[0], atol=1e-5)
+    plain = scoring.score(hidden, z_V[:, None], tokens, temperature=2.0)
+    assert abs(float(plain.logp_BR[0, 0] - capped.logp_BR[0, 0])) > 1

@@ -209,3 +209,157 @@ def test_every_parameter_has_logical_axes_with_rules(mesh):
     assert len(leaves) == 12
     for names in leaves:
         sharding.spec(*names)
+
+
+# --- families ----------------------------------------------------------------------------------
+
+# Everything that a family may add, at once: one local layer and one that sees all.
+FULL = C.replace(
+    qkv_bias=True, qk_norm=True, query_pre_attn_scalar=3.0, attention_softcap=2.0, window=3,
+    local_layers=(1,), local_rope_theta=50.0, unit_offset_norm=True, post_norms=True,
+    scale_embeddings=True, activation="gelu_tanh",
+)  # fmt: skip
+
+
+def full_params(mesh):
+    """Biases and weights of norms start at zero: they are moved away from it."""
+    rng = np.random.default_rng(5)
+    params = jax.tree.map(
+        lambda x: np.where(x == 0, 0.3 * rng.normal(size=x.shape), x).astype(np.float32),
+        tiny.host_params(FULL),
+    )
+    return jax.tree.map(jax.device_put, params, transformer.shardings(FULL, mesh))
+
+
+def loss_by_shared_prompts(params, prompt, tokens):
+    return (transformer.completion_hidden(params, FULL, prompt, tokens)[:, 1:] ** 2).mean()
+
+
+def loss_by_whole_rows(params, prompt, tokens):
+    rows, lengths = tiny.whole_rows(prompt, tokens)
+    hidden = transformer.forward(params, FULL, rows, lengths.astype(np.int32))
+    at = (lengths[:, None] - tokens.shape[1] + np.arange(tokens.shape[1] - 1)).astype(np.int32)
+    return (jnp.take_along_axis(hidden, jnp.asarray(at)[..., None], axis=1) ** 2).mean()
+
+
+def test_windows_and_softcaps_have_the_gradient_of_whole_rows_behind_shared_prompts(mesh):
+    # Five completion tokens and a window of three: the last ones see nothing of their prompt.
+    params, prompt, tokens = full_params(mesh), tiny.prompts(mesh), tiny.completions(mesh)
+    by_prompt = jax.jit(jax.value_and_grad(lambda p: loss_by_shared_prompts(p, prompt, tokens)))
+    by_row = jax.jit(jax.value_and_grad(lambda p: loss_by_whole_rows(p, prompt, tokens)))
+    (a, got), (b, want) = by_prompt(params), by_row(params)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            leaf, expected, atol=1e-5 * float(jnp.abs(expected).max()) + 1e-7
+        )
+    # Control: the loss without the window is another one.
+    wide = FULL.replace(window=9)
+    seen = jax.jit(lambda p: transformer.completion_hidden(p, wide, prompt, tokens))(params)
+    assert abs(float((seen[:, 1:] ** 2).mean()) - float(a)) > 1e-3
+
+
+def test_eight_devices_equal_one_with_everything_that_families_add(mesh, mesh_2x2x2):
+    def run(mesh):
+        with jax.set_mesh(mesh):
+            prompt, tokens = tiny.prompts(mesh), tiny.completions(mesh)
+            params = full_params(mesh)
+            step = jax.jit(lambda p: transformer.completion_hidden(p, FULL, prompt, tokens))
+            return np.asarray(step(params))
+
+    np.testing.assert_allclose(run(mesh_2x2x2), run(mesh), atol=2e-5)
+
+
+def test_a_local_layer_sees_its_window_and_no_more(mesh):
+    """By gradient: with one local layer, position t depends on t, t-1 and t-2."""
+    config = C.replace(num_layers=1, window=3, local_layers=(0,))
+    params = tiny.params(mesh, config)
+    row = sharding.put(mesh, (np.arange(8, dtype=np.int32)[None], np.array([8], np.int32)))
+
+    def hidden(table, at):
+        out = transformer.forward(params | {"embedding": table}, config, *row).sum((0, 2))
+        return (out * at).sum()
+
+    grad_of = jax.jit(jax.grad(hidden))
+    for t in (1, 5):
+        grad = np.asarray(grad_of(params["embedding"], jnp.arange(8) == t))
+        moved = np.abs(grad[:8]).sum(-1) > 0
+        assert moved.tolist() == [t - 3 < i <= t for i in range(8)]
+
+
+def test_h06_queries_and_keys_are_normed_by_head_before_they_turn(mesh):
+    config = C.replace(num_layers=1, qk_norm=True)
+    params = tiny.params(mesh, config)
+    assert params["layers"]["q_norm"].shape == (1, config.head_dim)
+    tokens = jnp.array([[3, 1, 4]])
+    step = jax.jit(lambda p: transformer.prefill(p, config, tokens, jnp.array([3])))
+    _, prefix = step(params)
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64)[0], params["layers"])
+    x = np.asarray(params["embedding"], np.float64)[np.array([3, 1, 4])]
+    unit = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * w["attn_norm"]
+    k = np.einsum("TD,DKE->KTE", unit, w["k"])
+    k = k / np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_eps) * w["k_norm"]
+    # Position 0 is not rotated; the size of the others is that before rotation.
+    got = np.asarray(prefix.kv.k[0, 0])
+    np.testing.assert_allclose(got[:, 0], k[:, 0], atol=1e-5)
+    np.testing.assert_allclose(
+        np.hypot(got[..., :2], got[..., 2:]), np.hypot(k[..., :2], k[..., 2:]), atol=1e-5
+    )
+
+
+def test_h07_norms_with_an_offset():
+    x, weight = jnp.array([[[3.0, 4.0]]]), jnp.array([0.0, 1.0])
+    config = C.replace(norm_eps=1e-6)
+    plain = layers.norm(x, weight, config)[0, 0]
+    offset = layers.norm(x, weight, config.replace(unit_offset_norm=True))[0, 0]
+    np.testing.assert_allclose(plain, [0, 1.131371], atol=1e-6)
+    np.testing.assert_allclose(offset, [0.848528, 2.262742], atol=1e-6)
+    # At first either multiplies by 1.
+    assert (tiny.host_params(FULL)["final_norm"] == 0).all()
+
+
+def test_h21_the_cap_comes_before_the_mask(mesh):
+    q, k = jnp.zeros((1, 1, 1, 2)), jnp.ones((1, 1, 2, 2))
+    own = layers.KV(k, jnp.array([[[[1.0, 0.0], [0.0, 1.0]]]]))
+    view = layers.View(jnp.zeros((1, 1, 1)), jnp.array([[[True, False]]]), None)
+    weights = layers.attend(q, own, view, None, 1.0, 5.0)[0, 0, 0]
+    np.testing.assert_allclose(weights, [1, 0], atol=1e-6)
+    # The same keys in a prompt, and an own key that scores as much.
+    view = layers.View(
+        jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1), bool), jnp.array([[[True, False]]])
+    )
+    self_only = layers.KV(k[:, :, :1], jnp.zeros((1, 1, 1, 2)))
+    weights = layers.attend(q, self_only, view, own, 1.0, 5.0)[0, 0, 0]
+    np.testing.assert_allclose(weights, [0.5, 0], atol=1e-6)
+    # What a mask before the cap would give, and what the cap does to one that is not masked.
+    wrong = jax.nn.softmax(layers.cap_softly(jnp.array([0.0, layers.MASKED]), 5.0))
+    np.testing.assert_allclose(wrong, [0.993307, 0.006693], atol=1e-6)
+
+
+def test_bf16_embeddings_are_scaled_by_a_rounded_root():
+    config = C.replace(embed_dim=640, dtype="bfloat16", scale_embeddings=True)
+    table = jnp.ones((2, 640))
+    got = transformer.embed(table, jnp.zeros((1, 1), jnp.int32), config)
+    assert float(got[0, 0, 0]) == 25.25  # Of 25.298.
+    got = transformer.embed(table, jnp.zeros((1, 1), jnp.int32), config.replace(dtype="float32"))
+    np.testing.assert_allclose(got[0, 0, 0], 640**0.5, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"window": 3}, "model.local_layers is empty"),
+        ({"local_layers": (0,)}, "model.window=None"),
+        ({"local_layers": (2,), "window": 3}, r"layers are 0\.\.1"),
+        ({"local_rope_theta": 1e4}, "model.local_rope_theta=10000.0, but"),
+        ({"activation": "relu"}, "model.activation='relu'"),
+        ({"attention_softcap": 0.0}, "model.attention_softcap=0.0"),
+        ({"local_layers": (0,), "window": 3, "local_rope_theta": 1e4,
+          "rope_scaling": rope.RopeScaling("yarn", 2.0, 8, attention_factor=1.1)},
+         "attention factors of their own"),
+        ({"head_dim": 2, "rope_scaling": rope.RopeScaling("dynamic", 2.0, 8)}, "at least 4"),
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        C.replace(**changes)
