@@ -178,7 +178,8 @@ def make_update_step(
 ) -> Callable[[TrainState, Sequence[Group], Params | None], tuple[TrainState, dict[str, Any]]]:
     """(state, groups, base) -> (state, metrics); the state is donated.
 
-    The base is what the state's parameters are deltas of (models/lora.py), or None. The loss is the sum over all groups' rows; gradients of groups and micro-batches are added.
+    The base is what the state's parameters are deltas of (models/lora.py), or None. The loss is the
+    sum over all groups' rows; gradients of groups and micro-batches are added.
     Returned metrics: one dict of Means per group under "groups", the batch's "loss", "grad_norm",
     "update_norm" and "param_norm", and "finite": per parameter leaf, whether its gradient is.
     """

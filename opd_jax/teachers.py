@@ -136,7 +136,7 @@ class Weights:
         return Teacher(spec, config, params, manifest)
 
     def _serving(self, source: Source, config: ModelConfig) -> Params:
-        """Weights to score with, in the model's dtype; of a LoRA stage the shared base and deltas."""
+        """Weights to score with, in the model's dtype; of a LoRA stage its base is shared."""
         if config.lora is None:
             return tree.cast(self._load(source, config), config.dtype)
         return lora.join(
@@ -144,7 +144,7 @@ class Weights:
         )
 
     def _base(self, stage_name: str) -> Params:
-        """What a LoRA stage starts from, in the dtype of its model; one copy however often asked."""
+        """What a LoRA stage starts from, in its model's dtype; one copy however often asked."""
         stage = self._experiment.stages[stage_name]
         if (stage.init, stage.model) not in self._bases:
             source = parse(stage.init, f"stages.{stage_name}.init")

@@ -1,21 +1,24 @@
 """LoRA: a model with deltas, what is trained of it, who shares its base, and what it amounts to."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from configs import smoke
 from opd_jax import config as config_lib
 from opd_jax import guards, pipeline, steps, teachers
 from opd_jax.config import LoraSettings
 from opd_jax.core import sharding, tree
-from opd_jax.models import lora, transformer
+from opd_jax.models import hf, lora, peft, transformer
 from opd_jax.models.config import PROJECTIONS, Lora
 from opd_jax.optim import OptimizerSettings
 from tests import batches, tiny
+from tools import export_hf
 
 BASE = batches.CONFIG
 ADAPTED = BASE.replace(lora=Lora(rank=3, alpha=6.0))
@@ -42,7 +45,7 @@ def adapted(mesh, config=ADAPTED):
 def test_a_fresh_delta_changes_nothing(mesh):
     base, _ = lora.split(tiny.params(mesh, ADAPTED))
     delta = steps.make_delta(ADAPTED, mesh)(jax.random.key(0))
-    assert {name for name in delta["layers"]} == {
+    assert set(delta["layers"]) == {
         f"{target}{part}" for target in PROJECTIONS for part in (lora.A, lora.B)
     }
     want = hidden(base, BASE, mesh)
@@ -148,6 +151,31 @@ def test_settings_name_what_is_wrong():
     assert LoraSettings().deltas() is None
 
 
+def test_an_adapter_file_holds_the_same_product(mesh, tmp_path):
+    """W_merged - W = (alpha / rank) B A as the file lies: B `[out, r]`, A `[r, in]`."""
+    base, delta = adapted(mesh)
+    merged = lora.merge(lora.join(base, delta), ADAPTED)
+    peft.save_adapter(delta, ADAPTED, tmp_path, "base")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    rows = [row for row in hf.TABLE if row.path[-1] in PROJECTIONS]
+    assert len(tensors) == 2 * len(rows) * ADAPTED.num_layers
+    for row in rows:
+        leaf = row.path[-1]
+        for n, name in enumerate(row.names(ADAPTED)):
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (tensors[f"{stem}.lora_{part}.weight"] for part in "AB")
+            w, want = (row.to_file(np.asarray(x["layers"][leaf][n])) for x in (base, merged))
+            got = w + ADAPTED.lora.scale * b @ a
+            np.testing.assert_allclose(got, want, atol=1e-5)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (3, 6.0, "none")
+    assert set(config["target_modules"]) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    with pytest.raises(FileExistsError, match="is not empty"):
+        peft.save_adapter(delta, ADAPTED, tmp_path, "base")
+
+
 # In the pipeline.
 
 
@@ -200,3 +228,11 @@ def test_experts_are_deltas_on_one_base_through_the_pipeline(experiment, tmp_pat
     assert 0 < gap < 0.1
     with pytest.raises(ValueError, match="LoRA deltas without their base; merge them with"):
         teachers.saved_config(str(tmp_path / "expert_a" / "checkpoints"), None)
+    # What is exported is the merged model.
+    export_hf.export_stage(tmp_path / "expert_a", tmp_path / "hf")
+    exported = hf.load_params(tmp_path / "hf", hf.read_config(tmp_path / "hf"))
+    tree.check_same(exported, jax.tree.map(jnp.asarray, start), "export", values=True)
+    export_hf.export_adapter(tmp_path / "expert_a", tmp_path / "peft")
+    assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
+    with pytest.raises(ValueError, match="base has no LoRA deltas"):
+        export_hf.export_adapter(tmp_path / "base", tmp_path / "none")

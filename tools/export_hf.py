@@ -5,18 +5,22 @@
 takes the weights that the finished stage selected; --step=N takes those of another checkpoint of
 it. Tokenizer, chat template and generation config come from the folder that the student was
 imported from (`models.*.hf` in the config), or from --source.
+
+Of a LoRA stage the merged model is written; --peft writes its deltas alone, as a PEFT adapter whose
+base is what the stage started from.
 """
 
 import json
 
+import jax
 from absl import app, flags
 from etils import epath
 
 from opd_jax import teachers
-from opd_jax.core import tree
+from opd_jax.core import sharding, tree
 from opd_jax.core.types import Params
 from opd_jax.infra import checkpoint
-from opd_jax.models import hf
+from opd_jax.models import hf, lora, peft, transformer
 from opd_jax.models.config import ModelConfig
 
 
@@ -67,13 +71,62 @@ def export_stage(
       checkpoint.CheckpointError: there is no such checkpoint.
     """
     stage_dir = epath.Path(stage_dir)
-    step = teachers.read_result(stage_dir)["selected_step"] if step is None else step
     if source_dir is None:
         planned = json.loads((stage_dir.parent / "plan.json").read_text())["config"]
         source_dir = planned["models"][planned["stages"][stage_dir.name]["model"]]["hf"] or None
-    restored = checkpoint.load_params(stage_dir / "checkpoints", step)
-    export(restored.state, ModelConfig(**restored.meta["model"]), source_dir, out, dtype)
+    restored, config = saved(stage_dir, step)
+    params, config = whole(stage_dir, restored, config)
+    export(params, config, source_dir, out, dtype)
     return restored.step
+
+
+def export_adapter(
+    stage_dir: epath.PathLike, out: epath.PathLike, *, step: int | None = None,
+    base: str | None = None, dtype: str = "float32",
+) -> int:  # fmt: skip
+    """Writes the deltas of a LoRA stage as a PEFT adapter; arguments as `export_stage`.
+
+    Args:
+      base: folder or name of the base in the adapter's config; None means the stage's `init`.
+
+    Raises:
+      ValueError: the stage trained all weights.
+    """
+    restored, config = saved(epath.Path(stage_dir), step)
+    if config.lora is None:
+        raise ValueError(f"{stage_dir} has no LoRA deltas; leave --peft out")
+    init = restored.meta["init"].removeprefix("hf:")
+    peft.save_adapter(restored.state, config, out, init if base is None else base, dtype)
+    return restored.step
+
+
+def saved(stage_dir: epath.Path, step: int | None) -> tuple[checkpoint.Restored, ModelConfig]:
+    """What a stage's checkpoint holds, by default the selected one, and its model."""
+    step = teachers.read_result(stage_dir)["selected_step"] if step is None else step
+    restored = checkpoint.load_params(stage_dir / "checkpoints", step)
+    return restored, ModelConfig(**restored.meta["model"])
+
+
+def whole(
+    stage_dir: epath.Path, restored: checkpoint.Restored, config: ModelConfig
+) -> tuple[Params, ModelConfig]:
+    """All weights of a stage: of a LoRA stage its deltas are merged into what it started from."""
+    if config.lora is None:
+        return restored.state, config
+    plain = config.replace(lora=None)
+    source = teachers.parse(restored.meta["init"], "init")
+    if source.kind == "hf":
+        base = hf.load_params(source.name, plain)
+    elif source.kind == "orbax":
+        base = checkpoint.load_params(source.name, source.step).state
+    else:
+        below = stage_dir.parent / source.name
+        base, _ = whole(below, *saved(below, source.step))
+    one = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    with jax.set_mesh(one):
+        layout = transformer.shardings(config, one)
+        both = jax.tree.map(jax.device_put, lora.join(base, restored.state), layout)
+        return lora.merge(both, config), plain
 
 
 def define_flags() -> None:
@@ -83,6 +136,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "Updates done; default: the step that the stage chose.")
     flags.DEFINE_string("source", None, "Hugging Face folder of the model before training.")
     stored = ["float32", "bfloat16", "float16"]
+    flags.DEFINE_bool("peft", False, "Write a LoRA stage's deltas as a PEFT adapter.")
     flags.DEFINE_enum("dtype", "float32", stored, "How to store the weights.")
     flags.mark_flags_as_required(["checkpoint", "out"])
 
@@ -92,6 +146,10 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     f = flags.FLAGS
+    if f.peft:
+        step = export_adapter(f.checkpoint, f.out, step=f.step, base=f.source, dtype=f.dtype)
+        print(f"{f.out}: deltas of step {step} of {f.checkpoint}")
+        return
     step = export_stage(f.checkpoint, f.out, step=f.step, source_dir=f.source, dtype=f.dtype)
     print(f"{f.out}: step {step} of {f.checkpoint}, read back and compared")
 
