@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-CONVERT = ["gguf>=0.10", "transformers>=4.50", "torch>=2.4"]
+CONVERT = ["gguf>=0.10", "transformers>=4.56", "torch>=2.4"]
 TEST = ["gguf>=0.10", "pytest>=8", "ruff>=0.9"]
 
 setup(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from opd_jax import scoring
+from opd_jax import losses, rollout, scoring, steps
 from opd_jax.core import sharding, tree
 from opd_jax.core.types import PromptBatch
 from opd_jax.models import hf, transformer
 from opd_jax.models.config import RopeScaling
-from tests import families, make_family_goldens
+from tests import batches, families, make_family_goldens
 
 TOLERANCE = 1e-4
 NAMES = sorted(families.CONFIGS)
@@ -349,3 +349,30 @@ def test_exported_models_load_in_transformers_and_give_the_same_logits(mesh, mod
         padded = make_family_goldens.padded_logits(theirs, rows)
         for got, want in zip(padded, whole, strict=True):
             np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+# --- sampler, scorer, loss ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["gemma2"], indirect=True)
+def test_sampler_scorer_and_losses_apply_the_final_softcap(mesh, model):
+    _, config, params = model
+    _, _, prompt, _ = batch(mesh)
+    sampling = rollout.Sampling(samples=2, max_new_tokens=8, temperature=0.7)
+    made, _ = steps.make_rollout_step(config, sampling)(params, prompt, jax.random.key(3))
+    scores = steps.make_score_step(config, 0.7, 0)(params, made)
+    np.testing.assert_allclose(scores.logp_BR, made.logp_BR, atol=1e-5)
+    # Control: a scorer without the cap.
+    bare = steps.make_score_step(config.replace(final_softcap=None), 0.7, 0)(params, made)
+    assert np.abs(bare.logp_BR - made.logp_BR).max() > 0.01
+
+    # A teacher that is the student has nothing to teach, if its logits are capped as well.
+    group = losses.weigh(made, None, "token-mean", None, False).replace(
+        teacher_hidden_BRD=steps.make_hidden_step(config)(params, made),
+        teacher_table_VD=params["embedding"],
+        teacher_softcap=config.final_softcap,
+    )
+    settings = batches.settings("reverse_kl")
+    loss = jax.jit(lambda g: losses.group_loss(params, config, g, settings)[0])
+    assert abs(float(loss(group))) < 1e-6
+    assert float(loss(group.replace(teacher_softcap=None))) > 0.01

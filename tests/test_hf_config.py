@@ -70,10 +70,10 @@ def test_dynamic_scaling_begins_beyond_the_original_length():
     np.testing.assert_allclose(got[2], plain_frequencies(8, 1e4 * 4 ** (8 / 6)), rtol=1e-5)
 
 
-def test_dynamic_scaling_makes_the_model_longer():
+def test_scaling_at_run_time_makes_the_model_longer():
     assert parse("llama_dynamic").max_length == 18
-    assert parse("llama3").max_length == 8 * 64
-    assert parse("llama3", max_position_embeddings=1024).max_length == 1024
+    assert parse("qwen2_yarn", max_position_embeddings=16).max_length == 64
+    assert parse("llama3", max_position_embeddings=128).max_length == 128
 
 
 def test_yarn_keeps_fast_dimensions_and_scales_scores():
@@ -241,3 +241,93 @@ def test_what_no_architecture_is_cannot_be_written():
     strange = parse("gemma3").replace(qkv_bias=True, activation="silu")
     with pytest.raises(ValueError, match=r"Gemma3ForCausalLM comes closest: qkv_bias: .*; activat"):
         hf_config.render(strange, None, "float32")
+
+
+# --- files like those that are published -------------------------------------------------------
+
+PUBLISHED = {
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen2.5-0.5B-Instruct": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896,
+        "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.43.1", "use_cache": True,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
+        "use_cache": True, "vocab_size": 256000,
+    },
+    "gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Llama-3.2-1B", {"rope_theta": 5e5, "max_length": 131072, "tie_embeddings": True}),
+        ("Mistral-7B-v0.1", {"window": 4096, "local_layers": tuple(range(32)), "head_dim": 128}),
+        ("Qwen2.5-0.5B-Instruct", {"qkv_bias": True, "local_layers": (), "head_dim": 64}),
+        ("Qwen3-0.6B", {"qk_norm": True, "head_dim": 128, "num_heads": 16, "embed_dim": 1024}),
+        ("gemma-2-2b", {"attention_softcap": 50.0, "final_softcap": 30.0, "tie_embeddings": True,
+                        "local_layers": tuple(range(0, 26, 2)), "local_rope_theta": None}),
+        ("gemma-3-1b-it", {"local_rope_theta": 1e4, "rope_theta": 1e6, "window": 512,
+                           "unit_offset_norm": True}),
+    ],
+)  # fmt: skip
+def test_files_like_the_published_ones_are_read(name, expected):
+    config = hf_config.parse(PUBLISHED[name], name)
+    assert {field: getattr(config, field) for field in expected} == expected

@@ -83,7 +83,7 @@ def test_512_positions_agree_with_transformers(mesh, name):
 def test_gemma_3_goes_on_sensibly(mesh):
     folder, config, params = load("gemma-3-270m")
     tokenizer = tokenizers.load(str(folder))
-    prompts = ["The capital of France is", "1, 2, 3, 4, 5, 6,"]
+    prompts = ["Monday, Tuesday, Wednesday,", "1, 2, 3, 4, 5, 6,"]
     ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompts]
     columns = max(map(len, ids))
     tokens = np.array([[0] * (columns - len(row)) + row for row in ids], np.int32)
@@ -95,7 +95,7 @@ def test_gemma_3_goes_on_sensibly(mesh):
     step = steps.make_rollout_step(config, sampling)
     rollout, _ = step(params, sharding.put(mesh, batch), jax.random.key(0))
     texts = [tokenizer.decode(row) for row in np.asarray(rollout.tokens_BR)]
-    assert texts[0].startswith(" Paris"), texts
+    assert texts[0].startswith(" Thursday, Friday"), texts
     assert texts[1].startswith(" 7, 8"), texts
     scores = steps.make_score_step(config, 1.0, 0)(params, rollout)
     np.testing.assert_allclose(scores.logp_BR, rollout.logp_BR, atol=1e-4)

@@ -239,7 +239,9 @@ def build_gemma_tokenizer(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
             f"tokenizer.ggml.model={fields['tokenizer.ggml.model']!r}, add_space_prefix="
             f"{fields['tokenizer.ggml.add_space_prefix']}; need 'llama' without a prefix"
         )
-    tokens = fields["tokenizer.ggml.tokens"]
+    # llama.cpp's converter writes runs of spaces as they are in a text.
+    tokens = [token.replace(" ", "▁") for token in fields["tokenizer.ggml.tokens"]]
+    whole = [t.replace(" ", "▁") for t in _of_type(fields, gguf.TokenType.USER_DEFINED)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
@@ -254,7 +256,6 @@ def build_gemma_tokenizer(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    whole = _of_type(fields, gguf.TokenType.USER_DEFINED)
     tokenizer.add_tokens([tokenizers.AddedToken(t, normalized=True) for t in whole])
     tokenizer.add_special_tokens(_of_type(fields, gguf.TokenType.CONTROL))
     return tokenizer

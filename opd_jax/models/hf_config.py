@@ -68,7 +68,8 @@ def parse(raw: Raw, where: str) -> ModelConfig:
     window, local_layers = _local_layers(raw, where)
     theta, scaling, local_theta = _rope(raw, where)
     max_length = raw["max_position_embeddings"]
-    if scaling is not None:
+    if scaling is not None and scaling.kind in ("dynamic", "yarn"):
+        # Such files often state the context before scaling.
         max_length = max(max_length, int(scaling.original_length * scaling.factor))
     optional = {
         "query_pre_attn_scalar": "query_pre_attn_scalar",
