@@ -17,6 +17,8 @@ NEW_TOKENS = 10
 # The domains in the order in which sweeps add them, and the levels that a 103k-parameter model can
 # learn in minutes.
 LEVELS = {"arithmetic": (1, 2), "countdown": (1, 2), "logic": (1, 2), "program": (1,)}
+# Prompts of each domain in an OPD batch: sums are what the student is slowest to take over.
+MERGE_PROMPTS = {"arithmetic": 6, "countdown": 2, "logic": 2, "program": 2}
 # The same plateau rule for every expert and for joint.
 STOP = {"patience": 5, "min_delta": 0.005, "select": "best"}
 
@@ -31,7 +33,6 @@ class Size:
     grpo_prompts: int
     early: int  # A GRPO step that still teaches, long before the last.
     merge_steps: int
-    merge_prompts: int  # Of each domain in an OPD batch.
     every: int  # Updates between evaluations.
     problems: int  # Held-out problems per split and domain.
     seeds: tuple[int, ...]
@@ -39,13 +40,13 @@ class Size:
 
 SIZES = {
     "full": Size(
-        base_steps=1400, base_prompts=128, grpo_steps=400, grpo_prompts=32, early=40,
-        merge_steps=800, merge_prompts=2, every=20, problems=512, seeds=(0, 1, 2),
+        base_steps=1400, base_prompts=128, grpo_steps=300, grpo_prompts=32, early=40,
+        merge_steps=800, every=20, problems=512, seeds=(0, 1, 2),
     ),
     # Its accuracies mean nothing.
     "smoke": Size(
         base_steps=2, base_prompts=8, grpo_steps=2, grpo_prompts=4, early=1,
-        merge_steps=1, merge_prompts=2, every=1, problems=4, seeds=(0,),
+        merge_steps=1, every=1, problems=4, seeds=(0,),
     ),
 }  # fmt: skip
 
@@ -101,19 +102,23 @@ def merge(s: Size, teachers: Mapping[str, str]) -> ConfigDict:
 
     Many small updates distil more per FLOP than few large ones (experiments/LOG.md).
     """
+    prompts = {domain: MERGE_PROMPTS[domain] for domain in teachers}
+    total = sum(prompts.values())
     return base.stage(
         "opd",
         init="stage:base",
-        domains=equal(tuple(teachers)),
+        domains={domain: count / total for domain, count in prompts.items()},
         teachers=teachers,
-        prompts=s.merge_prompts * len(teachers),
+        prompts=total,
         steps=s.merge_steps,
         sampling={"samples": 2, "max_new_tokens": NEW_TOKENS},
+        # Every completion counts alike: with token-mean the domain with longer answers would rule.
+        aggregation="seq-mean-token-mean",
         optimizer={
-            "learning_rate": 3e-4,
+            "learning_rate": 6e-4,
             "schedule": "cosine",
             "warmup_steps": 20,
-            "b2": 0.95,
+            "b2": 0.98,
         },
         stop={"select": "last"},
     )

@@ -58,7 +58,7 @@ def test_teacher_types_has_every_kind_of_teacher():
     assert teachers == {
         "expert": "stage:expert",
         "self_grpo_early": "stage:expert@40",
-        "self_grpo_late": "stage:expert@400",
+        "self_grpo_late": "stage:expert@300",
         "external_wide": "stage:wide",
         "self": "self",
         "random": "random",
