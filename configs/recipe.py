@@ -1,73 +1,124 @@
-"""The miniature's recipe, shared by quickstart, four_domains and their sweeps.
+"""The miniature's recipe, shared by quickstart, four_domains and the sweeps.
 
 Experts and joint have the same optimizer, the same sampling, the same evaluation and the same stop
 rule; only their domains differ. What is tuned is tuned for both (see experiments/LOG.md).
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from configs import base
+from opd_jax.config import one_of
 
 NEW_TOKENS = 10
+# The domains in the order in which sweeps add them, and the levels that a 103k-parameter model can
+# learn in minutes.
+LEVELS = {"arithmetic": (1, 2), "countdown": (1, 2), "logic": (1, 2), "program": (1,)}
+# Prompts of each domain in an OPD batch: sums are what the student is slowest to take over.
+MERGE_PROMPTS = {"arithmetic": 6, "countdown": 2, "logic": 2, "program": 2}
 # The same plateau rule for every expert and for joint.
 STOP = {"patience": 5, "min_delta": 0.005, "select": "best"}
 
 
-def pretrain(domains: Mapping[str, float], *, steps: int, target: float) -> ConfigDict:
-    """The partly competent base model that all routes start from.
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much of everything: what differs between a real run and one that only has to end."""
+
+    base_steps: int  # SFT updates of the base model, at most.
+    base_prompts: int
+    grpo_steps: int  # Budget per domain: joint gets the sum, so that the stop rule ends it.
+    grpo_prompts: int
+    early: int  # A GRPO step that still teaches, long before the last.
+    merge_steps: int
+    every: int  # Updates between evaluations.
+    problems: int  # Held-out problems per split and domain.
+    seeds: tuple[int, ...]
+
+
+SIZES = {
+    "full": Size(
+        base_steps=1400, base_prompts=128, grpo_steps=300, grpo_prompts=32, early=40,
+        merge_steps=800, every=20, problems=512, seeds=(0, 1, 2),
+    ),
+    # Its accuracies mean nothing.
+    "smoke": Size(
+        base_steps=2, base_prompts=8, grpo_steps=2, grpo_prompts=4, early=1,
+        merge_steps=1, every=1, problems=4, seeds=(0,),
+    ),
+}  # fmt: skip
+
+
+def size(name: str) -> Size:
+    """The size of a name; raises ValueError if there is none."""
+    one_of("size", name, SIZES)
+    return SIZES[name]
+
+
+def pretrain(s: Size, domains: Sequence[str], *, target: float, **changes: Any) -> ConfigDict:
+    """A partly competent model from nothing, by the domains' own solutions.
 
     It stops at a given accuracy, not after a given time: when arithmetic is learnt differs by
     hundreds of updates between seeds.
+
+    Args:
+      s: the size.
+      domains: what it is trained on, in equal shares.
+      target: validation accuracy, mean over domains, at which it ends.
+      **changes: other fields of the stage.
     """
     return base.stage(
         "sft",
         init="scratch",
-        domains=domains,
-        prompts=128,
-        steps=steps,
+        domains=equal(domains),
+        prompts=s.base_prompts,
+        steps=s.base_steps,
         sampling={"samples": 1, "max_new_tokens": NEW_TOKENS},
         # No decay: a base that is still noisy leaves reinforcement learning something to sharpen.
         optimizer={"learning_rate": 4e-3, "warmup_steps": 50},
         stop={"select": "last", "target": target},
+        **changes,
     )
 
 
-def grpo(domains: Mapping[str, float], *, steps: int, init: str = "stage:base") -> ConfigDict:
-    """An expert (one domain) or joint (all of them)."""
+def grpo(s: Size, domains: Sequence[str], stop: Mapping[str, Any] = STOP) -> ConfigDict:
+    """An expert (one domain) or joint (all of them), from the base."""
     return base.stage(
         "grpo",
-        init=init,
-        domains=domains,
-        prompts=32,
-        steps=steps,
+        init="stage:base",
+        domains=equal(domains),
+        prompts=s.grpo_prompts,
+        steps=s.grpo_steps * len(domains),
         sampling={"samples": 8, "max_new_tokens": NEW_TOKENS},
         optimizer={"learning_rate": 4e-4},
-        stop=STOP,
+        stop=stop,
     )
 
 
-def merge(
-    teachers: Mapping[str, str], weights: Mapping[str, float], *, prompts: int, steps: int
-) -> ConfigDict:
-    """One student from several teachers, each on its own domain: exact reverse KL.
+def merge(s: Size, teachers: Mapping[str, str]) -> ConfigDict:
+    """One student from the teacher of each domain: exact reverse KL.
 
-    Many small updates distil more per FLOP than few large ones (experiments/LOG.md, 2026-11-30).
+    Many small updates distil more per FLOP than few large ones (experiments/LOG.md).
     """
+    prompts = {domain: MERGE_PROMPTS[domain] for domain in teachers}
+    total = sum(prompts.values())
     return base.stage(
         "opd",
         init="stage:base",
-        domains=weights,
+        domains={domain: count / total for domain, count in prompts.items()},
         teachers=teachers,
-        prompts=prompts,
-        steps=steps,
+        prompts=total,
+        steps=s.merge_steps,
         sampling={"samples": 2, "max_new_tokens": NEW_TOKENS},
+        # Every completion counts alike: with token-mean the domain with longer answers would rule.
+        aggregation="seq-mean-token-mean",
         optimizer={
-            "learning_rate": 7e-4,
+            "learning_rate": 6e-4,
             "schedule": "cosine",
-            "warmup_steps": 4,
-            "b2": 0.95,
+            "warmup_steps": 20,
+            "b2": 0.98,
         },
         stop={"select": "last"},
     )
@@ -75,49 +126,59 @@ def merge(
 
 def comparison(
     name: str,
-    domains: Mapping[str, tuple[int, ...]],
+    domains: Sequence[str],
     *,
-    base_steps: int,
     base_target: float,
-    grpo_steps: int,
-    merge_steps: int,
-    merge_prompts: Mapping[str, int],
+    base_domains: Sequence[str] = (),
+    s: Size = SIZES["full"],
 ) -> ConfigDict:
     """base -> one expert per domain -> merge, beside joint.
 
     Args:
       name: of the experiment.
-      domains: name -> levels.
-      base_steps: SFT updates of the base model, at most.
-      base_target: its validation accuracy, mean over domains, at which they end.
-      grpo_steps: budget of each expert; joint gets the sum, so that the stop rule ends it.
-      merge_steps: OPD updates.
-      merge_prompts: of each domain in an OPD batch.
+      domains: keys of LEVELS.
+      base_target: see `pretrain`.
+      base_domains: what the base model is trained on; by default the same domains.
+      s: how much of everything.
     """
-    even = {domain: 1 / len(domains) for domain in domains}
-    prompts = sum(merge_prompts.values())
-    experts = {f"expert_{domain}": grpo({domain: 1.0}, steps=grpo_steps) for domain in domains}
+    experts = {f"expert_{domain}": grpo(s, (domain,)) for domain in domains}
+    base_domains = base_domains or domains
     stages = {
-        "base": pretrain(even, steps=base_steps, target=base_target),
+        "base": pretrain(s, base_domains, target=base_target),
         **experts,
-        "merge": merge(
-            {d: f"stage:expert_{d}" for d in domains},
-            {d: merge_prompts[d] / prompts for d in domains},
-            prompts=prompts,
-            steps=merge_steps,
-        ),
-        "joint": grpo(even, steps=grpo_steps * len(domains)),
+        "merge": merge(s, {domain: f"stage:expert_{domain}" for domain in domains}),
+        "joint": grpo(s, domains),
     }
+    routes = {"divide_and_merge": (*experts, "merge"), "joint": ("joint",)}
+    return experiment(name, s, base_domains, stages, routes=routes)
+
+
+def experiment(
+    name: str,
+    s: Size,
+    domains: Sequence[str],
+    stages: Mapping[str, ConfigDict],
+    **changes: Any,
+) -> ConfigDict:
+    """An experiment on some domains; `changes` as for `configs.base.experiment`."""
     return base.experiment(
         name,
-        domains={
-            domain: {"source": domain, "levels": levels} for domain, levels in domains.items()
-        },
-        plan=tuple(stages),
+        domains={domain: {"source": domain, "levels": LEVELS[domain]} for domain in domains},
         stages=stages,
-        routes={"divide_and_merge": (*experts, "merge"), "joint": ("joint",)},
         baseline="base",
         prompt_buckets=(20,),
-        evaluation={"every": 10, "validation_problems": 256, "test_problems": 512, "batch": 256},
-        checkpoint={"every": 1000},
+        evaluation={
+            "every": s.every,
+            "validation_problems": s.problems,
+            "test_problems": s.problems,
+            "batch": min(s.problems, 256),
+        },
+        # The newest and the best are kept in any case; these serve as teachers.
+        checkpoint={"every": 1000, "keep_steps": (s.early, s.grpo_steps)},
+        **changes,
     )
+
+
+def equal(domains: Sequence[str]) -> dict[str, float]:
+    """The same share of each batch for every domain."""
+    return {domain: 1 / len(domains) for domain in domains}

@@ -9,7 +9,7 @@ the same runs in every point. A point is also a config of its own, e.g.
 
 from ml_collections import ConfigDict
 
-from configs.sweeps import recipe
+from configs import four_domains, recipe
 from opd_jax.config import one_of
 from opd_jax.points import Point
 
@@ -25,18 +25,13 @@ def get_config(argument: str = "4,full") -> ConfigDict:
     """
     count, _, size = argument.partition(",")
     one_of("number of domains", count, map(str, COUNTS))
-    s, domains = recipe.size(size or "full"), recipe.DOMAINS[: int(count)]
-    experts = {domain: f"expert_{domain}" for domain in domains}
-    stages = {"base": recipe.sft(s, recipe.DOMAINS)}
-    stages |= {expert: recipe.grpo(s, (domain,)) for domain, expert in experts.items()}
-    stages["merge"] = recipe.opd(s, {domain: f"stage:{e}" for domain, e in experts.items()})
-    stages["joint"] = recipe.grpo(s, domains)
-    return recipe.experiment(
+    domains = tuple(recipe.LEVELS)
+    return recipe.comparison(
         "domain_counts",
-        s,
-        recipe.DOMAINS,
-        stages,
-        routes={"divide_and_merge": (*experts.values(), "merge"), "joint": ("joint",)},
+        domains[: int(count)],
+        base_domains=domains,
+        base_target=four_domains.BASE_TARGET,
+        s=recipe.size(size or "full"),
     )
 
 

@@ -15,10 +15,11 @@ GRPO run that it was taken from. A point is also a config of its own:
 
 from ml_collections import ConfigDict
 
-from configs.sweeps import recipe
+from configs import recipe
 from opd_jax.points import Point, grid
 
 DOMAIN = "arithmetic"
+BASE_TARGET, WIDE_TARGET = 0.45, 0.85
 FILE = "configs/sweeps/teacher_types.py"
 
 
@@ -30,10 +31,11 @@ def get_config(size: str = "full") -> ConfigDict:
     """
     s, domains = recipe.size(size), (DOMAIN,)
     stages = {
-        "base": recipe.sft(s, domains),
-        "expert": recipe.grpo(s, domains),
-        "wide": recipe.sft(s, domains, model="wide"),
-        "distilled": recipe.opd(s, {DOMAIN: "stage:expert"}),
+        "base": recipe.pretrain(s, domains, target=BASE_TARGET),
+        # The whole budget: the late teacher is its last step.
+        "expert": recipe.grpo(s, domains, stop={"select": "best"}),
+        "wide": recipe.pretrain(s, domains, target=WIDE_TARGET, model="wide"),
+        "distilled": recipe.merge(s, {DOMAIN: "stage:expert"}),
     }
     return recipe.experiment(
         "teacher_types",
