@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from opd_jax import domains
 from opd_jax.domains.answers import Verifier, VerifierSettings
 
-WALL_FACTOR = 2  # Wall seconds allowed for each CPU second, so that a busy machine changes nothing.
+WALL_FACTOR = 3  # Wall seconds allowed for each CPU second, so that a busy machine changes nothing.
 TASKS_PER_SOLVER = 500  # Then a fresh one: caches of the libraries do not grow for ever.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -155,7 +155,7 @@ def mark(verifier: Verifier, answer: str, completion: str) -> dict[str, str]:
 
 def wall_seconds(verifier: Verifier, settings: VerifierSettings) -> float:
     """When a solver is given up by the clock; after a verifier's own limits, if it has any."""
-    return WALL_FACTOR * max(settings.seconds, verifier.seconds) + 1
+    return WALL_FACTOR * max(settings.seconds, verifier.seconds) + 2
 
 
 def kill_children(keep: int = 0) -> None:

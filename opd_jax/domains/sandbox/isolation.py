@@ -27,6 +27,7 @@ Only the standard library, and nothing of it that starts threads: this runs in a
 import ctypes
 import os
 import resource
+import signal
 import struct
 import sys
 
@@ -236,11 +237,18 @@ def _mount(libc, source, target, kind, flags, options=None) -> None:
 
 
 def _become_first_process(prctl) -> None:
-    """A child is the first process of the new namespace; the caller waits and ends as it did."""
+    """A child is the first process of the new namespace; the caller waits and ends as it did.
+
+    SIGTERM makes the caller end the child and wait for it: once the caller is gone, all is gone.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if child == 0:
         prctl(_PR_SET_PDEATHSIG, 9)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in (0, 1, 2):
         os.close(fd)  # Or the other side would never see the end.
     _, status = os.waitpid(child, 0)
