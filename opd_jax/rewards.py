@@ -21,6 +21,7 @@ import queue
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 
@@ -285,6 +286,7 @@ def _start(settings: VerifierSettings, allow_unsandboxed: bool) -> subprocess.Po
     """A worker process: no fork of this one's memory, none of its files, little environment."""
     environment = sandbox.environment() | {
         "PYTHONPATH": os.pathsep.join([_ROOT, *_extra_paths()]),
+        "TMPDIR": tempfile.gettempdir(),
         # One thread: it forks.
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -369,5 +371,6 @@ def neutral(reward_Pn: np.ndarray, valid_Pn: np.ndarray) -> np.ndarray:
     A group without a valid row gets 0 throughout, so that it has no variance and no gradient.
     """
     count_P1 = valid_Pn.sum(axis=1, keepdims=True)
-    mean_P1 = (reward_Pn * valid_Pn).sum(axis=1, keepdims=True) / np.maximum(count_P1, 1)
+    sum_P1 = np.where(valid_Pn, reward_Pn, 0).sum(axis=1, keepdims=True)
+    mean_P1 = sum_P1 / np.maximum(count_P1, 1)
     return np.where(valid_Pn, reward_Pn, mean_P1).astype(np.float32)

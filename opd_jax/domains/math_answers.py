@@ -132,9 +132,10 @@ def prepare() -> None:
 def equal(*, gold: str, answer: str) -> bool:
     """Whether an answer equals the gold one; not symmetric, so both go by name."""
     gold, answer = clean(gold), clean(answer)
-    if not gold or not answer or not _is_sane(answer):
-        return False
-    return _equal(gold, answer)
+    letter = _LETTER.fullmatch(gold)
+    if letter:
+        return _letter_of(answer) == letter[1]
+    return bool(gold and answer) and _is_sane(answer) and _equal(gold, answer)
 
 
 def _equal(gold: str, answer: str) -> bool:
@@ -268,7 +269,8 @@ _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*(?P<minus>-?)\s*
     (?: (?P<whole>[0-9]+)?\s*\\frac\s*(?:\{{{_INNER}\}}|([0-9]))\s*(?:\{{{_INNER}\}}|([0-9]))
       | (?P<mixed>[0-9]+\s+)?(?P<top>[0-9]+)\s*/\s*(?P<bottom>[0-9]+)
-      | (?P<base>[0-9]+)\s*\^\s*(?:\{{\s*(?P<power>-?[0-9]{{1,3}})\s*\}}|(?P<digit>[0-9](?![0-9])))
+      | (?P<base>[0-9]+)\s*\^\s*
+        (?:\{{\s*(?P<power>-?[0-9]{{1,3}})\s*\}}|(?P<digit>-?[0-9]{{1,3}}(?![0-9])))
       | (?P<plain>{_PLAIN})
         (?: [eE](?P<e>[-+]?[0-9]{{1,3}})(?![0-9])
           | \s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*
@@ -289,7 +291,7 @@ _UNITS = {
         "km": "kilometer kilometre", "in": "inch inche", "ft": "foot feet", "yd": "yard",
         "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound lbs",
         "oz": "ounce", "s": "second sec", "min": "minute", "h": "hour hr", "l": "liter litre",
-        "ml": "milliliter millilitre", "mph": "", "degree": "deg", "rad": "radian",
+        "ml": "milliliter millilitre", "mi/h": "mph", "degree": "deg", "rad": "radian",
         "$": "dollar", "cent": "", "": "unit",
     }.items()
     for name in (unit, *names.split())
@@ -411,7 +413,10 @@ def _same_number(gold: _Number, answer: _Number) -> bool:
         return False
     if gold.percent == answer.percent:
         return gold.value == answer.value
-    return answer.value in (gold.value, gold.value / 100 if gold.percent else gold.value * 100)
+    if gold.percent:
+        return answer.value in (gold.value, gold.value / 100)
+    # 28% is 0.28; and where 28 is the answer to "what percentage", so is 28%.
+    return answer.value == gold.value * 100 or (answer.value == gold.value and gold.value > 1)
 
 
 # Tuples, intervals, sets, lists.
@@ -546,8 +551,16 @@ def _parse(text: str) -> list[Any]:
     )
 
 
+def _exact(text: str) -> str:
+    """A number as a fraction, which the library cannot read in another way; others as they are."""
+    number = _number(text)
+    if number is None or number.percent:
+        return text
+    return rf"\frac{{{number.value.numerator}}}{{{number.value.denominator}}}"
+
+
 def _library_says(gold: str, answer: str) -> bool:
-    parsed = _parse(gold), _parse(answer)
+    parsed = _parse(_exact(gold)), _parse(_exact(answer))
     return all(parsed) and _library().verify(
         gold=parsed[0],
         target=parsed[1],

@@ -222,7 +222,12 @@ class Run:
 
 def environment() -> dict[str, str]:
     """All that a process of the sandbox knows of its surroundings."""
-    fixed = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    fixed = {
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # A set has the same order in every run.
+        "MALLOC_ARENA_MAX": "1",  # Or each thread would reserve 64 MiB of the address space.
+    }
     needed = ("LD_LIBRARY_PATH",)  # Some interpreters find their own library only by it.
     return fixed | {name: os.environ[name] for name in needed if name in os.environ}
 
