@@ -167,10 +167,11 @@ def kill_children(keep: int = 0) -> None:
 
 
 def _children() -> list[int]:
-    if sys.platform != "linux":
-        return []
     pid = os.getpid()
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
+    path = f"/proc/{pid}/task/{pid}/children"
+    if not os.path.exists(path):  # Another system, or a kernel without it.
+        return []
+    with open(path) as file:
         return [int(x) for x in file.read().split()]
 
 
