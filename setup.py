@@ -3,7 +3,8 @@
 from setuptools import find_packages, setup
 
 CONVERT = ["gguf>=0.10", "transformers>=4.56", "torch>=2.4"]
-TEST = ["gguf>=0.10", "pytest>=8", "ruff>=0.9"]
+MATH = ["math-verify>=0.9"]
+TEST = ["gguf>=0.10", "pytest>=8", "ruff>=0.9", *MATH]
 
 setup(
     name="opd_jax",
@@ -36,6 +37,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10"],
         "gpu": ["jax[cuda13]>=0.10"],
         "test": TEST,
+        "math": MATH,
         "convert": CONVERT,
     },
 )

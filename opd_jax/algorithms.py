@@ -6,13 +6,15 @@ chosen in `loss_settings` and written in losses.py.
 """
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from opd_jax import domains, ledger, steps
+from opd_jax import ledger, rewards, steps
 from opd_jax.config import Stage
 from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params, PromptBatch, Rollout
@@ -49,6 +51,7 @@ class Context:
     teachers: Mapping[str, Teacher]  # By domain.
     reference: Params | None  # The stage's initial weights, if a KL to them is in the loss.
     check: Callable[[], None] = lambda: None  # Called between phases; may raise to give up.
+    verifiers: rewards.Pool = dataclasses.field(default_factory=rewards.Pool)
 
 
 @dataclasses.dataclass
@@ -59,7 +62,12 @@ class Batch:
     names: list[str]  # Per group: the teacher's name, or "".
     prompt_P: np.ndarray  # Prompt lengths of all rows trained on.
     length_B: np.ndarray  # Completion lengths.
-    facts: dict[str, float]  # Means over rows known on the host: reward, length, truncation.
+    collect: Callable[[], dict[str, float]]  # Makes `facts`; may wait for verifiers.
+
+    @functools.cached_property
+    def facts(self) -> dict[str, float]:
+        """Means over rows known on the host: reward, length, truncation."""
+        return self.collect()
 
 
 def loss_settings(stage: Stage) -> LossSettings:
@@ -87,23 +95,28 @@ def grpo(
 ) -> Batch:  # fmt: skip
     """n samples per prompt, verified; each is compared with its siblings."""
     rollout, text_B = _sample(ctx, params, prompt, step, book)
+    marks = ctx.verifiers.submit(problems, text_B)
     length_P, length_B = _lengths(prompt, rollout)
     reference_logp_BR = None
     if ctx.reference is not None:
         score = steps.make_score_step(ctx.config, ctx.stage.sampling.temperature, 0)
         reference_logp_BR = score(ctx.reference, rollout).logp_BR
         book.add("reference_score", ledger.score(ctx.config, length_P, length_B))
-    reward_Pn = verify(problems, text_B).reshape(len(problems), -1)
+    verdicts = marks.result()  # Here at last: the device has been busy meanwhile.
+    limit = ctx.stage.sampling.max_new_tokens
+    reward_B, terms = rewards.combine(ctx.stage.reward, verdicts.right_B, text_B, length_B, limit)
+    shape = len(problems), -1
+    reward_Pn = rewards.neutral(reward_B.reshape(shape), verdicts.valid_B.reshape(shape))
     signal = steps.make_grpo_step(ctx.stage.grpo, *_weighing(ctx.stage))
     group, constant_P = signal(rollout, sharding.put(ctx.mesh, reward_Pn), reference_logp_BR)
-    facts = _facts(ctx, rollout, length_B, reward_Pn.reshape(-1))
+    facts = _facts(ctx, rollout, length_B, reward_Pn.reshape(-1), terms) | verdicts.counts
     same_P = reward_Pn.min(axis=1) == reward_Pn.max(axis=1)
     facts["zero_variance"] = float(np.mean(same_P))
     if ctx.stage.grpo.drop_zero_variance:
         dropped = np.asarray(constant_P)
         n = ctx.stage.sampling.samples
         _discard(book, ctx.config, length_P[dropped], length_B[np.repeat(dropped, n)])
-    return Batch([group], [""], length_P, length_B, facts)
+    return Batch([group], [""], length_P, length_B, lambda: facts)
 
 
 def opd(
@@ -112,14 +125,16 @@ def opd(
 ) -> Batch:  # fmt: skip
     """Samples of the student, each scored by the one teacher of its domain."""
     rollout, text_B = _sample(ctx, params, prompt, step, book)
+    marks = ctx.verifiers.submit(problems, text_B)
     length_P, length_B = _lengths(prompt, rollout)
     whole = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, None)
     if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
         groups, names = [steps.fixed_negative_step(whole)], [""]
     else:
         groups, names = _taught(ctx, params, whole, length_P, length_B, book)
-    facts = _facts(ctx, rollout, length_B, verify(problems, text_B))
-    return Batch(groups, names, length_P, length_B, facts)
+    # The reward only informs: it is waited for after the update has been dispatched.
+    collect = functools.partial(_marked_facts, ctx, rollout, length_B, marks)
+    return Batch(groups, names, length_P, length_B, collect)
 
 
 def sft(
@@ -129,8 +144,10 @@ def sft(
     """Given completions: the domain's solutions, or rollouts of the teachers made on the spot."""
     if ctx.stage.sft.source == "teacher":
         rollout, text_B = _teacher_rollouts(ctx, prompt, step, book)
-        reward_B = verify(problems, text_B)
-        keep_B = reward_B > 0 if ctx.stage.sft.reject_wrong else np.ones(len(text_B), bool)
+        marks = ctx.verifiers.submit(problems, text_B)
+        keep_B = np.ones(len(text_B), bool)
+        if ctx.stage.sft.reject_wrong:
+            keep_B = marks.result().right_B > 0
     else:
         columns = ctx.stage.sampling.max_new_tokens
         tokens_BR, length_B, whole_B = prompt_data.encode_solutions(
@@ -141,7 +158,8 @@ def sft(
             ctx.mesh,
             Rollout(prompt, tokens_BR, mask_BR, mask_BR * np.float32(0), length_B, whole_B),
         )
-        reward_B, keep_B = np.ones(len(problems)), np.ones(len(problems), bool)
+        keep_B = np.ones(len(problems), bool)
+        marks = None  # Solutions verify by construction.
     length_P, length_B = _lengths(prompt, rollout)
     if not keep_B.all():
         n = rollout.samples
@@ -154,8 +172,9 @@ def sft(
             )
             book.discard("generation", flops)
     group = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
-    facts = _facts(ctx, rollout, length_B, reward_B) | {"kept": float(keep_B.mean())}
-    return Batch([group], [""], length_P, length_B, facts)
+    kept = {"kept": float(keep_B.mean())}
+    collect = functools.partial(_marked_facts, ctx, rollout, length_B, marks, kept)
+    return Batch([group], [""], length_P, length_B, collect)
 
 
 ALGORITHMS = {"grpo": grpo, "opd": opd, "sft": sft}
@@ -166,14 +185,6 @@ def texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     tokens_BR, length_B = np.asarray(rollout.tokens_BR), np.asarray(rollout.length_B)
     end_B = length_B - np.asarray(rollout.stopped_B)
     return [tokenizer.decode(row[:end].tolist()) for row, end in zip(tokens_BR, end_B, strict=True)]
-
-
-def verify(problems: Sequence[Problem], text_B: Sequence[str]) -> np.ndarray:
-    """fp32 rewards `[B]`, 1 for a completion that solves its problem; rows are prompt-major."""
-    n = len(text_B) // len(problems)
-    return np.array(
-        [domains.verify(problems[b // n], text) for b, text in enumerate(text_B)], np.float32
-    )
 
 
 def _sample(ctx, params, prompt, step, book):
@@ -254,12 +265,21 @@ def _discard(book: ledger.Ledger, config: ModelConfig, length_P, length_B) -> No
         book.discard("decode", ledger.decode(config, np.repeat(length_P, n), length_B))
 
 
-def _facts(ctx: Context, rollout: Rollout, length_B, reward_B) -> dict[str, float]:
+def _marked_facts(ctx, rollout, length_B, marks, more=types.MappingProxyType({})):
+    """Facts of an algorithm that does not train on the reward; waits for the marks."""
+    if marks is None:
+        return _facts(ctx, rollout, length_B, np.ones(len(length_B)), {}) | more
+    verdicts = marks.result()
+    return _facts(ctx, rollout, length_B, verdicts.right_B, {}) | verdicts.counts | more
+
+
+def _facts(ctx: Context, rollout: Rollout, length_B, reward_B, terms) -> dict[str, float]:
     """Means over rows, of the batch and by domain."""
     rows = {
         "reward": reward_B,
         "length": length_B,
         "truncated": ~np.asarray(rollout.stopped_B),
+        **terms,
     }
     facts, n = {}, rollout.samples
     for name, x_B in rows.items():

@@ -14,8 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from opd_jax.domains.answers import VerifierSettings
+from opd_jax.domains.math_answers import EXTRACTORS
 from opd_jax.models.config import PROJECTIONS, Lora
 from opd_jax.optim import OptimizerSettings
+from opd_jax.rewards import RewardSettings
 from opd_jax.rollout import Sampling
 
 
@@ -157,6 +160,8 @@ class Stage:
     micro_batches: int = 1  # Pieces an update is computed in; exact for any number.
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     stop: StopRule = StopRule()
+    # Of GRPO; the held-out metric is the bare verifier.
+    reward: RewardSettings = dataclasses.field(default_factory=RewardSettings)
     grpo: GrpoSettings = GrpoSettings()
     opd: OpdSettings = OpdSettings()
     sft: SftSettings = SftSettings()
@@ -168,6 +173,16 @@ class Stage:
         at_least("stage", self, clip_low=0, clip_high=0)
         if not self.domains:
             raise ValueError("stage.domains is empty: name at least one domain and its weight")
+        if self.algorithm != "grpo" and self.reward != RewardSettings():
+            raise ValueError(
+                f"stage.reward={self.reward}: {self.algorithm} does not train on a reward; "
+                "leave its defaults"
+            )
+        if self.reward.overlong_buffer > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"stage.reward.overlong_buffer={self.reward.overlong_buffer}: must be at most "
+                f"sampling.max_new_tokens={self.sampling.max_new_tokens}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +234,11 @@ class RuntimeSettings:
     compilation_cache: str = ""  # Directory for compiled programs; "": none.
     data_dir: str = "~/.cache/opd_jax/tfds"  # Where problem sets are built on first use.
     progress_seconds: float = 10.0  # Between progress lines where the output is not a terminal.
+    verifier_workers: int = 0  # Processes that mark math and code; 0: one for every CPU.
+    allow_unsandboxed: bool = False  # Run models' programs also where nothing can shut them in.
+
+    def __post_init__(self):
+        at_least("runtime", self, verifier_workers=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +256,7 @@ class Experiment:
     baseline: str  # The stage that all routes start from: "before" in the report.
     prompt_buckets: tuple[int, ...] = (32,)  # L: prompts are padded to the smallest that fits.
     prompt_overflow: str = "error"  # A prompt over the largest bucket: "error" or "drop" (counted).
+    verifiers: VerifierSettings = dataclasses.field(default_factory=VerifierSettings)
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     mesh: MeshSettings = MeshSettings()
@@ -247,6 +268,8 @@ class Experiment:
             raise ValueError(
                 f"prompt_buckets={self.prompt_buckets}: name at least one, of 1 or more"
             )
+        for name in self.verifiers.math_extract:
+            one_of("verifiers.math_extract", name, EXTRACTORS)
 
 
 def parse(config: ConfigDict | Mapping[str, Any]) -> Experiment:

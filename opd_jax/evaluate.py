@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from opd_jax import ledger, steps
-from opd_jax.algorithms import texts, verify
+from opd_jax import ledger, rewards, steps
+from opd_jax.algorithms import texts
 from opd_jax.config import EvaluationSettings
 from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params
@@ -35,6 +35,7 @@ class Evaluator:
     max_new_tokens: int
     buckets: tuple[int, ...]
     seed: int
+    verifiers: rewards.Pool = dataclasses.field(default_factory=rewards.Pool)
 
     def run(
         self,
@@ -69,12 +70,13 @@ class Evaluator:
             for start in range(0, len(problems), s.batch):
                 check()
                 part = problems[start : start + s.batch]
-                marks, spent = self._batch(params, part, sampling)
-                rows.append(marks)
+                found, spent = self._batch(params, part, sampling)
+                rows.append(found)
                 flops += spent
-            correct, length, truncated = (
-                np.concatenate([r[i] for r in rows]).tolist() for i in range(3)
-            )
+            # Only now: verifiers have been at work while the next batches were sampled.
+            correct = [marks.result().right_B.astype(int) for marks, _, _ in rows]
+            correct = np.concatenate(correct).reshape(-1, sampling.samples).tolist()
+            length, truncated = (np.concatenate([r[i] for r in rows]).tolist() for i in (1, 2))
             records.append(
                 {
                     "step": step,
@@ -91,7 +93,7 @@ class Evaluator:
         return records, flops
 
     def _batch(self, params, part: Sequence[Problem], sampling: Sampling):
-        """Marks, lengths and truncation `[problems, samples]` of some problems, and their FLOPs.
+        """Marks on their way, lengths and truncation `[problems, samples]`, and the FLOPs.
 
         A short batch is filled up with its first problem, so that it does not compile anew.
         """
@@ -105,11 +107,11 @@ class Evaluator:
         length = np.asarray(rollout.length_B).reshape(-1, n)[:real]
         truncated = (~np.asarray(rollout.stopped_B)).astype(int).reshape(-1, n)[:real]
         text = texts(self.tokenizer, rollout)[: real * n]
-        correct = verify(part, text).astype(int).reshape(-1, n)
+        marks = self.verifiers.submit(part, text)
         prompt_P = prompt.length_P[:real]
         flops = ledger.prefill(self.config, prompt_P)
         flops += ledger.decode(self.config, np.repeat(prompt_P, n), length.reshape(-1))
-        return (correct, length, truncated), flops
+        return (marks, length, truncated), flops
 
 
 def accuracy(records: Sequence[Mapping[str, Any]]) -> float:

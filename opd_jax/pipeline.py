@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from opd_jax import domains, guards, report, train
+from opd_jax import domains, guards, report, rewards, train
 from opd_jax.algorithms import Context
 from opd_jax.config import Experiment, Stage
 from opd_jax.core import sharding, tree
@@ -55,10 +55,15 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
     directory = epath.Path(workdir)
     require_writable(directory)
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
-    with jax.set_mesh(mesh), StopSignal() as stop:
+    pool = rewards.Pool(
+        experiment.verifiers,
+        workers=experiment.runtime.verifier_workers,
+        allow_unsandboxed=experiment.runtime.allow_unsandboxed,
+    )
+    with jax.set_mesh(mesh), StopSignal() as stop, pool:
         guards.check_experiment(experiment, guards.batch_shards(mesh))
         check_plan(experiment, directory)
-        runner = _Runner(experiment, directory, mesh, stop)
+        runner = _Runner(experiment, directory, mesh, stop, pool)
         runner.check()
         record_plan(experiment, directory)
         summary = ""
@@ -84,8 +89,9 @@ def write_report(directory: epath.Path) -> str:
 class _Runner:
     """Prepares the stages of an experiment: models, problems, weights, teachers."""
 
-    def __init__(self, experiment, directory, mesh, stop):
+    def __init__(self, experiment, directory, mesh, stop, pool):
         self.x, self.directory, self.mesh, self.stop = experiment, directory, mesh, stop
+        self.pool = pool
         self.tokenizer = tokenizers.load(experiment.tokenizer)
         self.models: dict[str, ModelConfig] = {}
         for name, settings in experiment.models.items():
@@ -107,6 +113,7 @@ class _Runner:
             for domain in stage.domains:
                 for split in SPLITS:
                     self.load(domain, split)
+        self.pool.check([p for problems in self.problems.values() for p in problems])
 
     def run(self, name: str) -> None:
         """Prepares one stage, checks it on the real weights, and trains it."""
@@ -130,6 +137,7 @@ class _Runner:
             teachers=teachers,
             # A copy of what is trained, since the update donates its buffers.
             reference=lora.join(base, tree.copy(params)) if stage.grpo.kl_coefficient else None,
+            verifiers=self.pool,
         )
         problems = {domain: self.load(domain, "train") for domain in quotas}
         if stage.algorithm != "sft":
@@ -188,6 +196,7 @@ class _Runner:
             max_new_tokens=stage.sampling.max_new_tokens,
             buckets=self.x.prompt_buckets,
             seed=self.x.seed,
+            verifiers=self.pool,
         )
 
     def held_out(self, stage: Stage) -> Sequence[str]:

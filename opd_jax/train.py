@@ -247,9 +247,11 @@ class StageRun:
             }
         )
         watched = {"sft": ("loss",), "grpo": ("reward",), "opd": ("kl", "reward")}
+        shown = {k: metrics[k] for k in watched[self.stage.algorithm] if k in metrics}
+        failed = {k: metrics[k] for k in ("verifier_timeouts", "verifier_errors") if k in metrics}
         self.progress.show(
             p.step,
-            values={k: metrics[k] for k in watched[self.stage.algorithm] if k in metrics},
+            values=shown | {k: count for k, count in failed.items() if count},
             tokens=p.tokens,
             flops=p.flops_total,
             accuracy=self.journal.history[-1][1],

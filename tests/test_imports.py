@@ -13,7 +13,7 @@ LAYERS = (
     ("objectives", "models", "data"),
     ("domains",),
     ("scoring",),
-    ("rollout",),
+    ("rollout", "rewards"),
     ("ledger", "losses", "optim", "config"),
     ("steps",),
     ("algorithms",),

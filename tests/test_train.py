@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from configs import base
-from opd_jax import algorithms, config, pipeline, train
+from opd_jax import algorithms, config, domains, pipeline, train
 from opd_jax.config import StopRule
 from opd_jax.core import tree
 from opd_jax.infra import checkpoint
@@ -53,7 +53,7 @@ def checksum_reward(problem, text):
 def reward():
     """An untrained model solves nothing; a reward by checksum gives GRPO something to follow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms.domains, "verify", checksum_reward)
+        patch.setattr(domains, "verify", checksum_reward)
         yield
 
 

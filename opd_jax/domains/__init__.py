@@ -13,16 +13,34 @@ To add a procedural domain, write a module beside `arithmetic.py` and name it in
 Split, ids, storage and most tests follow from the table; `tools/train_tokenizer.py` takes new
 characters into the miniature's vocabulary. For another kind of marking than EXACT, INTEGER or
 NUMBER, give a Verifier of your own: `verify(answer, completion)` must be fast and must not raise,
-whatever the text. To use a file of your own problems no code is needed: name the domain
-"jsonl:PATH" (see `jsonl.py`).
+whatever the text; one that cannot promise that sets `isolated` (see answers.py). To use a file of
+your own problems no code is needed: name the domain "jsonl:PATH" (see `jsonl.py`).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import overload
 
 from opd_jax.data.problem import SPLITS, Problem
-from opd_jax.domains import arithmetic, builder, countdown, jsonl, logic, program
-from opd_jax.domains.answers import EXACT, INTEGER, NUMBER, Domain, Verifier, did_you_mean
+from opd_jax.domains import (
+    arithmetic,
+    builder,
+    countdown,
+    jsonl,
+    logic,
+    math_answers,
+    program,
+    sandbox,
+)
+from opd_jax.domains.answers import (
+    EXACT,
+    INTEGER,
+    NUMBER,
+    Domain,
+    Verifier,
+    VerifierSettings,
+    did_you_mean,
+)
 
 DOMAINS: dict[str, Domain] = {
     "arithmetic": arithmetic.DOMAIN,
@@ -31,13 +49,29 @@ DOMAINS: dict[str, Domain] = {
     "logic": logic.DOMAIN,
 }
 
-# What a line of a jsonl file can name as its verifier.
-VERIFIERS: dict[str, Verifier] = {
-    "exact": EXACT,
-    "integer": INTEGER,
-    "number": NUMBER,
-    **{name: domain.verifier for name, domain in DOMAINS.items()},
-}
+
+def verifiers(settings: VerifierSettings, allow_unsandboxed: bool = False) -> dict[str, Verifier]:
+    """All verifiers by name, with the given limits: what a problem can name as its own.
+
+    Args:
+      settings: of the isolated ones.
+      allow_unsandboxed: run programs also where the host offers no isolation.
+    """
+    limits = sandbox.Limits(settings.code_seconds, settings.code_memory_mb, settings.code_output_kb)
+    run = functools.partial(sandbox.verify, limits=limits, allow_unsandboxed=allow_unsandboxed)
+    mark = functools.partial(math_answers.verify, order=settings.math_extract)
+    return {
+        "exact": EXACT,
+        "integer": INTEGER,
+        "number": NUMBER,
+        "math": Verifier(mark, math_answers.check, isolated=True, prepare=math_answers.prepare),
+        "python": Verifier(run, sandbox.check, isolated=True, seconds=settings.code_seconds),
+        **{name: domain.verifier for name, domain in DOMAINS.items()},
+    }
+
+
+# With the usual limits: what loading checks answers and solutions with.
+VERIFIERS = verifiers(VerifierSettings())
 
 _JSONL = "jsonl:"
 
@@ -94,7 +128,24 @@ def load(spec: str, split: str, levels: Sequence[int], data_dir: str) -> Problem
 
 
 def verify(problem: Problem, completion: str) -> bool:
-    """Whether a completion solves the problem. Never raises, whatever the text, and is fast."""
-    name = problem.verifier
-    verifier = DOMAINS[problem.domain].verifier if name is None else VERIFIERS[name]
-    return verifier.verify(problem.answer, completion)
+    """Whether a completion solves the problem, marked in this process.
+
+    Never raises, whatever the text, and is fast, unless the verifier is isolated: for those, and
+    for whole batches, use rewards.Pool.
+    """
+    return verifier_of(problem).verify(problem.answer, completion)
+
+
+def verifier_name(problem: Problem) -> str:
+    """The name of a problem's verifier in VERIFIERS."""
+    return problem.domain if problem.verifier is None else problem.verifier
+
+
+def verifier_of(problem: Problem) -> Verifier:
+    """A problem's verifier, with the usual limits."""
+    return VERIFIERS[verifier_name(problem)]
+
+
+def is_isolated(problem: Problem) -> bool:
+    """Whether a problem's completions are marked in worker processes (see rewards.Pool)."""
+    return verifier_of(problem).isolated

@@ -1,5 +1,6 @@
 """What all domains share: drafts of problems, verifiers, and where a completion's answer stands."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable
@@ -40,10 +41,35 @@ class Verifier(NamedTuple):
 
     `check` raises ValueError if `answer` is nothing that `verify` can mark against, so that a
     broken gold answer is found when problems are loaded and can never pay a reward.
+
+    A verifier that may be slow, or that runs what a model wrote, is `isolated`: training calls it
+    in worker processes with hard limits (see rewards.py), where it may raise: TimeoutError if the
+    completion used up a limit, which is worth 0; anything else makes the row invalid.
     """
 
     verify: Callable[[str, str], bool]
     check: Callable[[str], None]
+    isolated: bool = False
+    seconds: float = 0.0  # CPU seconds that `verify` itself allows to what it starts.
+    prepare: Callable[[], None] = lambda: None  # Once per worker: imports what `verify` needs.
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifierSettings:
+    """Limits and rules of the isolated verifiers; training and held-out metric share them."""
+
+    # Where a mathematical answer stands, tried in order; see math_answers.EXTRACTORS.
+    math_extract: tuple[str, ...] = ("boxed", "hashes", "answer_is")
+    seconds: float = 5.0  # CPU seconds of a verifier's own work on one completion.
+    memory_mb: int = 1024  # The same for memory.
+    code_seconds: float = 10.0  # CPU seconds of a model's program, over all tests of one problem.
+    code_memory_mb: int = 1024
+    code_output_kb: int = 1024  # Of one test.
+
+    def __post_init__(self):
+        for name in ("seconds", "memory_mb", "code_seconds", "code_memory_mb", "code_output_kb"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"verifiers.{name}={getattr(self, name)}: must be above 0")
 
 
 class Domain(NamedTuple):
