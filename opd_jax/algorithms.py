@@ -165,7 +165,10 @@ def texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """The completions as text, stop tokens left out."""
     tokens_BR, length_B = np.asarray(rollout.tokens_BR), np.asarray(rollout.length_B)
     end_B = length_B - np.asarray(rollout.stopped_B)
-    return [tokenizer.decode(row[:end].tolist()) for row, end in zip(tokens_BR, end_B, strict=True)]
+    return [
+        tokenizer.decode(row[:end].tolist(), continues=True)
+        for row, end in zip(tokens_BR, end_B, strict=True)
+    ]
 
 
 def verify(problems: Sequence[Problem], text_B: Sequence[str]) -> np.ndarray:

@@ -21,12 +21,20 @@ def problem(number, domain="a", prompt=None, **solutions):
 
 def fake_tokenizer(pad=2, bos=None, stop=(2,)):
     """Texts are token ids with spaces between."""
+
+    def encode(text):
+        return [int(i) for i in text.split()]
+
+    def encode_prompt(text):
+        return encode(text) if bos is None else [bos, *encode(text)]
+
     return types.SimpleNamespace(
         vocab_size=16,
         pad_id=pad,
         bos_id=bos,
         stop_ids=stop,
-        encode=lambda text: [int(i) for i in text.split()],
+        encode=encode,
+        encode_prompt=encode_prompt,
     )
 
 

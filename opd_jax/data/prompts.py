@@ -117,13 +117,12 @@ class PromptStream(Iterator[list[Problem]]):
 
 
 def prompt_tokens(problem: Problem, tokenizer: Tokenizer) -> list[int]:
-    """A prompt's tokens: bos once, if the model was trained with one, then the text.
+    """A prompt's tokens, as the tokenizer lays them out: see Tokenizer.encode_prompt.
 
     Raises:
       ValueError: the prompt is empty and there is no bos: the model would have nothing to go on.
     """
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = bos + tokenizer.encode(problem.prompt)
+    ids = tokenizer.encode_prompt(problem.prompt)
     if not ids:
         raise ValueError(
             f"problem {problem.id} of {problem.domain!r}: the prompt is empty and the tokenizer "
