@@ -37,5 +37,6 @@ setup(
         "gpu": ["jax[cuda13]>=0.10"],
         "test": TEST,
         "convert": CONVERT,
+        "reasoning": ["reasoning-gym>=0.1.25"],
     },
 )

@@ -4,6 +4,7 @@ Everything here is numpy on the host, and everything is the same on every host: 
 whole batch, so its order does not depend on how many hosts or devices share the work.
 """
 
+import dataclasses
 import hashlib
 import json
 import zlib
@@ -114,6 +115,17 @@ class PromptStream(Iterator[list[Problem]]):
                     "with the same seed, domains, levels and problem files, or start a new workdir"
                 )
         self._next = dict(state["next"])
+
+
+def fill_template(problems: Sequence[Problem], template: str) -> list[Problem]:
+    """The same problems with a domain's instructions around their texts.
+
+    Args:
+      problems: any.
+      template: a text with {prompt} in it; no other brace means anything.
+    """
+    before, after = template.split("{prompt}")
+    return [dataclasses.replace(p, prompt=f"{before}{p.prompt}{after}") for p in problems]
 
 
 def prompt_tokens(problem: Problem, tokenizer: Tokenizer) -> list[int]:
