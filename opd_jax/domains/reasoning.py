@@ -175,6 +175,19 @@ def _verify(answer: str, completion: str) -> bool:
     text = extract(completion)
     if not text or len(text) > MAX_ANSWER or not _harmless(task, text):
         return False
+    if _passes_anything(answer):
+        return text.casefold() == str(entry["answer"]).casefold()
+    return _full_marks(task, config, text, entry)
+
+
+@functools.lru_cache(maxsize=4096)
+def _passes_anything(answer: str) -> bool:
+    """Whether the scorer takes any text for this answer: one does where "False" is right."""
+    task, config, entry = _read(answer)
+    return _full_marks(task, config, "no answer", entry)
+
+
+def _full_marks(task: str, config: str, text: str, entry: Mapping[str, Any]) -> bool:
     try:
         return bool(_scorer(task, config)(text, entry) >= 1)
     # A scorer is the package's; what it cannot read is no right answer, however it says so.
