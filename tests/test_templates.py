@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from opd_jax.data import prompts, templates, tokenizer
 from opd_jax.data.problem import Problem
 from opd_jax.data.templates import ChatOptions, ChatTokenizer
+from tests.test_sets import bucket
 from tests.test_tokenizer import hf_folder, hf_spec, sentencepiece_folder
 
 ADDED = ("<s>", "</s>", "<start>", "<end>", "<think>", "</think>")
@@ -323,3 +324,16 @@ def test_a_sentencepiece_model_has_templates_too(tmp_path):
     assert t.pieces(ids).count("<b>") == 1
     assert t.stop_ids[0] == t.special["<end>"]
     assert "hello<end></s><start><b>" in t.decode(ids)
+
+
+def test_a_checkpoint_folder_may_lie_in_a_bucket(tmp_path):
+    name = folder(tmp_path / "hf")
+    with bucket(tmp_path) as root:
+        there = ChatTokenizer(
+            tokenizer.load(f"{root}/hf"), templates.read(f"{root}/hf"), ChatOptions()
+        )
+    here = ChatTokenizer(tokenizer.load(name), templates.read(name), ChatOptions())
+    assert there.encode_prompt("x") == here.encode_prompt("x")
+    sentencepiece_folder(tmp_path / "spm")
+    with bucket(tmp_path) as root:
+        assert tokenizer.load(f"{root}/spm").stop_ids == (2,)

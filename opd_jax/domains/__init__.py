@@ -71,7 +71,7 @@ class Source:
     source: str  # A name in the tables, "jsonl:PATH", "reasoning:TASK" or "mathematics:MODULE".
     levels: tuple[int, ...] = (1, 2, 3)  # Difficulties to train and evaluate on.
     path: str = ""  # Of a published set: its files, or a folder that TFDS prepared.
-    test_source: str = ""  # Another source for the test split, e.g. "humaneval"; all its levels.
+    test_source: str = ""  # Another source for the test split, e.g. "humaneval"; same levels.
     test_path: str = ""  # Its path. One of the same source may be given by the path alone.
     options: dict[str, dict[str, Any]] = dataclasses.field(  # Of a task, by level or "all".
         default_factory=dict

@@ -106,7 +106,10 @@ def prepared(name: str, path: str, verifiers: Mapping[str, Verifier]) -> dict[st
     sources = {split: builder.as_data_source(split=split) for split in builder.info.splits}
     rows = {split: s.__getitems__(list(range(len(s)))) for split, s in sources.items()}
     if "verifier" in builder.info.features:
-        return {s: [stored.problem(r, name) for r in rows[s] if r["id"]] for s in rows}
+        return {
+            split: sorted((stored.problem(r, name) for r in some if r["id"]), key=lambda p: p.id)
+            for split, some in rows.items()
+        }
     texts = (
         Row(split, f"{path}, {split}, row {i}", {k: v.decode() for k, v in row.items()})
         for split in rows
