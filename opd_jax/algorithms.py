@@ -18,6 +18,7 @@ from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params, PromptBatch, Rollout
 from opd_jax.data import prompts as prompt_data
 from opd_jax.data.problem import Problem
+from opd_jax.data.stopping import cut_rollout
 from opd_jax.data.tokenizer import Tokenizer
 from opd_jax.losses import Group, LossSettings
 from opd_jax.models import transformer
@@ -49,6 +50,7 @@ class Context:
     teachers: Mapping[str, Teacher]  # By domain.
     reference: Params | None  # The stage's initial weights, if a KL to them is in the loss.
     check: Callable[[], None] = lambda: None  # Called between phases; may raise to give up.
+    stop_strings: tuple[str, ...] = ()  # Texts that end a completion, besides the stop tokens.
 
 
 @dataclasses.dataclass
@@ -188,6 +190,9 @@ def _sample(ctx, params, prompt, step, book):
     book.add("prefill", ledger.prefill(ctx.config, length_P))
     book.add("decode", ledger.decode(ctx.config, prompt_B, length_B))
     ctx.check()
+    if ctx.stop_strings:
+        cut, text_B = cut_rollout(ctx.tokenizer, rollout, ctx.stop_strings)
+        return sharding.put(ctx.mesh, cut), text_B
     return rollout, texts(ctx.tokenizer, rollout)
 
 

@@ -230,6 +230,7 @@ class Experiment:
     baseline: str  # The stage that all routes start from: "before" in the report.
     prompt_buckets: tuple[int, ...] = (32,)  # L: prompts are padded to the smallest that fits.
     chat: ChatSettings = ChatSettings()
+    stop_strings: tuple[str, ...] = ()  # Texts that end a completion, for base models.
     prompt_overflow: str = "error"  # A prompt over the largest bucket: "error" or "drop" (counted).
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -237,6 +238,8 @@ class Experiment:
     runtime: RuntimeSettings = RuntimeSettings()
 
     def __post_init__(self):
+        if "" in self.stop_strings:
+            raise ValueError(f"stop_strings={self.stop_strings}: an empty text stops everything")
         one_of("prompt_overflow", self.prompt_overflow, ("error", "drop"))
         if not self.prompt_buckets or min(self.prompt_buckets) < 1:
             raise ValueError(

@@ -130,6 +130,7 @@ class _Runner:
             ranges=ranges(quotas),
             teachers=teachers,
             reference=tree.copy(params) if stage.grpo.kl_coefficient else None,
+            stop_strings=x.stop_strings,
         )
         problems = {domain: self.load(domain, "train") for domain in quotas}
         if stage.algorithm != "sft":
@@ -193,6 +194,7 @@ class _Runner:
             max_new_tokens=stage.sampling.max_new_tokens,
             buckets=self.x.prompt_buckets,
             seed=self.x.seed,
+            stop_strings=self.x.stop_strings,
         )
 
     def held_out(self, stage: Stage) -> Sequence[str]:
