@@ -61,6 +61,7 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
         runner = _Runner(experiment, directory, mesh, stop)
         runner.check()
         record_plan(experiment, directory)
+        record_problems(runner.reports, directory)
         summary = ""
         for name in experiment.plan:
             if (directory / name / "result.json").exists():
