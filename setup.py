@@ -39,5 +39,6 @@ setup(
         "test": TEST,
         "math": MATH,
         "convert": CONVERT,
+        "reasoning": ["reasoning-gym>=0.1.25"],
     },
 )

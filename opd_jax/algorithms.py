@@ -20,6 +20,7 @@ from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params, PromptBatch, Rollout
 from opd_jax.data import prompts as prompt_data
 from opd_jax.data.problem import Problem
+from opd_jax.data.stopping import cut_rollout
 from opd_jax.data.tokenizer import Tokenizer
 from opd_jax.losses import Group, LossSettings
 from opd_jax.models import transformer
@@ -52,6 +53,7 @@ class Context:
     reference: Params | None  # The stage's initial weights, if a KL to them is in the loss.
     check: Callable[[], None] = lambda: None  # Called between phases; may raise to give up.
     verifiers: rewards.Pool = dataclasses.field(default_factory=rewards.Pool)
+    stop_strings: tuple[str, ...] = ()  # Texts that end a completion, besides the stop tokens.
 
 
 @dataclasses.dataclass
@@ -184,7 +186,10 @@ def texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """The completions as text, stop tokens left out."""
     tokens_BR, length_B = np.asarray(rollout.tokens_BR), np.asarray(rollout.length_B)
     end_B = length_B - np.asarray(rollout.stopped_B)
-    return [tokenizer.decode(row[:end].tolist()) for row, end in zip(tokens_BR, end_B, strict=True)]
+    return [
+        tokenizer.decode(row[:end].tolist(), continues=True)
+        for row, end in zip(tokens_BR, end_B, strict=True)
+    ]
 
 
 def _sample(ctx, params, prompt, step, book):
@@ -196,6 +201,9 @@ def _sample(ctx, params, prompt, step, book):
     book.add("prefill", ledger.prefill(ctx.config, length_P))
     book.add("decode", ledger.decode(ctx.config, prompt_B, length_B))
     ctx.check()
+    if ctx.stop_strings:
+        cut, text_B = cut_rollout(ctx.tokenizer, rollout, ctx.stop_strings)
+        return sharding.put(ctx.mesh, cut), text_B
     return rollout, texts(ctx.tokenizer, rollout)
 
 

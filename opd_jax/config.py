@@ -14,6 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from opd_jax.data.templates import ChatOptions
+from opd_jax.domains import Source
 from opd_jax.domains.answers import VerifierSettings
 from opd_jax.domains.math_answers import EXTRACTORS
 from opd_jax.models.config import PROJECTIONS, Lora
@@ -53,11 +55,22 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class DomainSettings:
-    """A family of problems."""
+class DomainSettings(Source):
+    """A family of problems: where they come from, and how a prompt is made of one."""
 
-    source: str  # A name in the table of domains, or "jsonl:PATH".
-    levels: tuple[int, ...] = (1, 2, 3)  # Difficulties to train and evaluate on.
+    template: str = "{prompt}"  # What the model reads: instructions around the problem's text.
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.template.count("{prompt}") != 1:
+            raise ValueError(f"template={self.template!r}: must hold {{prompt}} once")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings(ChatOptions):
+    """Whether and how prompts are laid out as a conversation; see data/templates.py."""
+
+    template: str = ""  # "own": the tokenizer's; a folder or .jinja file; "": prompts are bare.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +268,8 @@ class Experiment:
     routes: dict[str, tuple[str, ...]]  # Name -> stages whose FLOPs add up to it.
     baseline: str  # The stage that all routes start from: "before" in the report.
     prompt_buckets: tuple[int, ...] = (32,)  # L: prompts are padded to the smallest that fits.
+    chat: ChatSettings = ChatSettings()
+    stop_strings: tuple[str, ...] = ()  # Texts that end a completion, for base models.
     prompt_overflow: str = "error"  # A prompt over the largest bucket: "error" or "drop" (counted).
     verifiers: VerifierSettings = dataclasses.field(default_factory=VerifierSettings)
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -263,6 +278,8 @@ class Experiment:
     runtime: RuntimeSettings = RuntimeSettings()
 
     def __post_init__(self):
+        if "" in self.stop_strings:
+            raise ValueError(f"stop_strings={self.stop_strings}: an empty text stops everything")
         one_of("prompt_overflow", self.prompt_overflow, ("error", "drop"))
         if not self.prompt_buckets or min(self.prompt_buckets) < 1:
             raise ValueError(
@@ -303,6 +320,8 @@ def _build(kind: Any, value: Any, path: str) -> Any:
         ok = isinstance(value, (int, float)) and not isinstance(value, bool)
         _require(ok, path, value, "a number")
         return float(value)
+    if kind is Any:
+        return value
     assert not isinstance(kind, types.UnionType), f"{path}: no unions in configs"
     _require(type(value) is kind, path, value, f"of type {kind.__name__}")
     return value

@@ -18,6 +18,7 @@ from opd_jax.core import rng, sharding
 from opd_jax.core.types import Params
 from opd_jax.data.problem import Problem
 from opd_jax.data.prompts import encode_prompts
+from opd_jax.data.stopping import cut_rollout
 from opd_jax.data.tokenizer import Tokenizer
 from opd_jax.models.config import ModelConfig
 from opd_jax.rollout import Sampling
@@ -36,6 +37,7 @@ class Evaluator:
     buckets: tuple[int, ...]
     seed: int
     verifiers: rewards.Pool = dataclasses.field(default_factory=rewards.Pool)
+    stop_strings: tuple[str, ...] = ()  # Texts that end a completion, besides the stop tokens.
 
     def run(
         self,
@@ -105,13 +107,17 @@ class Evaluator:
         key = rng.stream(self.seed, "evaluate")
         rollout, _ = rollout_step(params, sharding.put(self.mesh, prompt), key)
         length = np.asarray(rollout.length_B).reshape(-1, n)[:real]
-        truncated = (~np.asarray(rollout.stopped_B)).astype(int).reshape(-1, n)[:real]
-        text = texts(self.tokenizer, rollout)[: real * n]
-        marks = self.verifiers.submit(part, text)
         prompt_P = prompt.length_P[:real]
         flops = ledger.prefill(self.config, prompt_P)
         flops += ledger.decode(self.config, np.repeat(prompt_P, n), length.reshape(-1))
-        return (marks, length, truncated), flops
+        if self.stop_strings:
+            rollout, text = cut_rollout(self.tokenizer, rollout, self.stop_strings)
+            length = rollout.length_B.reshape(-1, n)[:real]
+        else:
+            text = texts(self.tokenizer, rollout)
+        text = text[: real * n]
+        truncated = (~np.asarray(rollout.stopped_B)).astype(int).reshape(-1, n)[:real]
+        return (self.verifiers.submit(part, text), length, truncated), flops
 
 
 def accuracy(records: Sequence[Mapping[str, Any]]) -> float:

@@ -103,8 +103,8 @@ def _check_sources(x: Experiment, name: str) -> None:
         raise ValueError(f"{field}.init={s.init!r}: a control is no initial model")
     if s.lora.rank and init.kind == "scratch":
         raise ValueError(
-            f"{field}.lora.rank={s.lora.rank} with init='scratch': random weights would stay as they "
-            "are; start from a trained model, or set lora.rank=0"
+            f"{field}.lora.rank={s.lora.rank} with init='scratch': random weights would stay as "
+            "they are; start from a trained model, or set lora.rank=0"
         )
     sources = {f"{field}.init": init}
     if s.algorithm == "grpo" and s.teachers:

@@ -21,6 +21,7 @@ from opd_jax.algorithms import Context
 from opd_jax.config import Experiment, Stage
 from opd_jax.core import sharding, tree
 from opd_jax.data import prompts as prompt_data
+from opd_jax.data import templates
 from opd_jax.data import tokenizer as tokenizers
 from opd_jax.data.problem import SPLITS, Problem
 from opd_jax.evaluate import Evaluator
@@ -66,6 +67,7 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
         runner = _Runner(experiment, directory, mesh, stop, pool)
         runner.check()
         record_plan(experiment, directory)
+        record_problems(runner.reports, directory)
         summary = ""
         for name in experiment.plan:
             if (directory / name / "result.json").exists():
@@ -92,13 +94,14 @@ class _Runner:
     def __init__(self, experiment, directory, mesh, stop, pool):
         self.x, self.directory, self.mesh, self.stop = experiment, directory, mesh, stop
         self.pool = pool
-        self.tokenizer = tokenizers.load(experiment.tokenizer)
+        self.tokenizer = load_tokenizer(experiment)
         self.models: dict[str, ModelConfig] = {}
         for name, settings in experiment.models.items():
             self.models[name] = model_config(settings, self.tokenizer.vocab_size)
             guards.check_model(self.models[name], name, self.tokenizer)
         self.weights = Weights(experiment, directory, mesh, self.models)
         self.problems: dict[tuple[str, str], list[Problem]] = {}
+        self.reports: dict[str, Any] = {}  # Domain -> what its splits had in common.
 
     def check(self) -> None:
         """Looks at all stages before the first is trained: weights, lengths, problems."""
@@ -138,6 +141,7 @@ class _Runner:
             # A copy of what is trained, since the update donates its buffers.
             reference=lora.join(base, tree.copy(params)) if stage.grpo.kl_coefficient else None,
             verifiers=self.pool,
+            stop_strings=x.stop_strings,
         )
         problems = {domain: self.load(domain, "train") for domain in quotas}
         if stage.algorithm != "sft":
@@ -165,20 +169,26 @@ class _Runner:
 
     def load(self, domain: str, split: str) -> list[Problem]:
         """The problems of a domain that fit the prompt buckets; those that do not are counted."""
-        if (domain, split) not in self.problems:
+        if domain not in self.reports:
             d = self.x.domains[domain]
             data_dir = str(epath.Path(self.x.runtime.data_dir).expanduser())
-            found = domains.load(d.source, split, d.levels, data_dir)
-            kept, dropped = prompt_data.fit_prompts(
-                found, self.tokenizer, max(self.x.prompt_buckets), self.x.prompt_overflow
-            )
-            if dropped:
-                logging.warning(
-                    "domain %s, %s: %d of %d prompts are longer than %d tokens and were dropped",
-                    domain, split, dropped, len(found), max(self.x.prompt_buckets),
-                )  # fmt: skip
-            self.problems[domain, split] = kept
+            splits, self.reports[domain] = domains.load_splits(d, data_dir)
+            for name, problems in splits.items():
+                filled = prompt_data.fill_template(problems, d.template)
+                self.problems[domain, name] = self.fitting(domain, name, filled)
         return self.problems[domain, split]
+
+    def fitting(self, domain: str, split: str, found: list[Problem]) -> list[Problem]:
+        """Those that fit the prompt buckets; the others are counted."""
+        kept, dropped = prompt_data.fit_prompts(
+            found, self.tokenizer, max(self.x.prompt_buckets), self.x.prompt_overflow
+        )
+        if dropped:
+            logging.warning(
+                "domain %s, %s: %d of %d prompts are longer than %d tokens and were dropped",
+                domain, split, dropped, len(found), max(self.x.prompt_buckets),
+            )  # fmt: skip
+        return kept
 
     def evaluator(self, stage: Stage, config: ModelConfig) -> Evaluator:
         """Held-out problems of the stage's domains; every stage sees the same ones of a domain."""
@@ -197,6 +207,7 @@ class _Runner:
             buckets=self.x.prompt_buckets,
             seed=self.x.seed,
             verifiers=self.pool,
+            stop_strings=self.x.stop_strings,
         )
 
     def held_out(self, stage: Stage) -> Sequence[str]:
@@ -212,6 +223,20 @@ class _Runner:
         )
         worst = guards.check_ratio(context, params, sharding.put(self.mesh, prompt))
         logging.info("sampler and scorer agree within %.2g nats", worst)
+
+
+def load_tokenizer(experiment: Experiment) -> tokenizers.Tokenizer:
+    """The experiment's tokenizer, laying prompts out by its chat template if there is one."""
+    tokenizer, chat = tokenizers.load(experiment.tokenizer), experiment.chat
+    if not chat.template:
+        return tokenizer
+    source = templates.read(experiment.tokenizer if chat.template == "own" else chat.template)
+    chatting = templates.ChatTokenizer(tokenizer, source, chat)
+    if not chatting.extends_history():
+        logging.info(
+            "the chat template rewrites earlier turns; problems have one turn, so nothing is lost"
+        )
+    return chatting
 
 
 def ranges(quotas: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -264,6 +289,12 @@ def record_plan(experiment: Experiment, directory: epath.Path) -> None:
         "baseline": experiment.baseline,
     }
     path.write_text(json.dumps(plan, indent=1))
+
+
+def record_problems(reports: Mapping[str, Any], directory: epath.Path) -> None:
+    """Writes problems.json, for the report: sizes of the splits, and what they had in common."""
+    if distributed.is_writer():
+        (directory / "problems.json").write_text(json.dumps(reports, indent=1))
 
 
 def config_differences(old: Any, new: Any, path: str = "") -> list[str]:

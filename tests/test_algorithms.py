@@ -1,5 +1,6 @@
 """From prompts to groups: signals, rows that are left out, and what is booked for it all."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from opd_jax import algorithms, ledger, steps
 from opd_jax.algorithms import Context, Teacher, loss_settings
 from opd_jax.config import GrpoSettings, OpdSettings, SftSettings, Stage
-from opd_jax.core import sharding
+from opd_jax.core import rng, sharding
 from opd_jax.data.problem import Problem
 from opd_jax.data.prompts import encode_prompts
 from opd_jax.rollout import Sampling
@@ -30,7 +31,10 @@ class Digits:
     def encode(self, text):
         return [int(c) for c in text]
 
-    def decode(self, ids):
+    def encode_prompt(self, text):
+        return self.encode(text)
+
+    def decode(self, ids, *, continues=False):
         return "".join(str(i % 3) for i in ids)
 
 
@@ -102,6 +106,40 @@ def sampling_cost(prompt_P, length_B):
         "prefill": ledger.prefill(C, prompt_P),
         "decode": ledger.decode(C, np.repeat(prompt_P, N), length_B),
     }
+
+
+def test_t03_the_update_gets_the_sampled_ids_not_their_text(mesh):
+    """The text of a completion names other tokens than those sampled: it is for verifiers alone."""
+    ctx = context(mesh)
+    params, placed = tiny.params(mesh, C), sharding.put(mesh, prompt())
+    sample = steps.make_rollout_step(C, ctx.stage.sampling)
+    sampled, _ = sample(params, placed, rng.stream(ctx.seed, "rollout", 5))
+    (group,) = prepare(ctx)[0].groups
+    np.testing.assert_array_equal(group.rollout.tokens_BR, sampled.tokens_BR)
+    assert group.rollout.tokens_BR.shape[1] <= R
+    again = [Digits().encode(text) for text in algorithms.texts(Digits(), sampled)]
+    assert again != [
+        row[: len(a)] for row, a in zip(sampled.tokens_BR.tolist(), again, strict=True)
+    ]
+
+
+def test_t20_a_stop_text_ends_tokens_mask_and_text_alike(mesh):
+    plain, book = prepare(context(mesh))
+    cut, cut_book = prepare(dataclasses.replace(context(mesh), stop_strings=("11", "2")))
+    before, after = plain.groups[0].rollout, cut.groups[0].rollout
+    np.testing.assert_array_equal(before.tokens_BR, after.tokens_BR)
+    shorter = np.asarray(after.length_B) < np.asarray(before.length_B)
+    assert shorter.any()
+    assert not shorter.all()
+    np.testing.assert_array_equal(after.mask_BR.sum(-1), after.length_B)
+    for b, text in enumerate(algorithms.texts(Digits(), before)):
+        found = [at for stop in ("11", "2") if (at := text.find(stop)) >= 0]
+        # "1" then "1" are two tokens: both are kept and trained, the text ends before the first.
+        ends = [text.find(s) + len(s) for s in ("11", "2") if s in text]
+        assert int(after.length_B[b]) == (min(ends) if found else int(before.length_B[b]))
+        assert bool(after.stopped_B[b]) == (bool(found) or bool(before.stopped_B[b]))
+    # What was sampled was paid for.
+    assert cut_book.flops["decode"] == book.flops["decode"]
 
 
 def test_grpo_rewards_facts_and_ledger(mesh):

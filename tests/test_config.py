@@ -260,3 +260,36 @@ def test_a_dead_field_is_found():
 
     tree = ast.parse("def f(x):\n    x.only_written = x.seed")
     assert unread([Made], [tree]) == ["Made.nobody_reads_this", "Made.only_written"]
+
+
+def test_a_domains_path_template_and_options_reach_the_dataclasses():
+    fields = {
+        "source": "reasoning:chain_sum",
+        "levels": (1, 2),
+        "template": r"{prompt} Answer in \boxed{}.",
+        "options": {"1": {"max_terms": 2, "min_terms": 2}, "all": {"max_digits": 1}},
+    }
+    plain = base.experiment(
+        "x",
+        domains={"a": fields},
+        stages={"s": base.stage("grpo", init="scratch", domains={"a": 1.0})},
+        chat={"template": "own", "thinking": "off"},
+    )
+    x = config.parse(plain)
+    assert dataclasses.asdict(x.domains["a"]).items() >= fields.items()
+    assert (x.chat.template, x.chat.thinking, x.chat.system) == ("own", "off", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("domains.arithmetic.template", "no place", "must hold {prompt} once"),
+        ("domains.arithmetic.template", "{prompt}{prompt}", "must hold {prompt} once"),
+        ("domains.arithmetic.near_duplicates", 1.5, "must be in [0, 1]"),
+        ("domains.arithmetic.size", 0, "must be at least 1"),
+        ("chat.thinking", "yes", "one of default, on, off"),
+    ],
+)
+def test_bad_domain_and_chat_settings_are_named(path, value, message):
+    section, _, field = path.rpartition(".")
+    refused({path: value}, f"config.{section}: ", field, message)

@@ -48,6 +48,38 @@ def test_every_kind_of_stage_runs_to_its_result(experiment, workdir):
     assert results["stages"]["expert_a"]["flops"]["teacher_score"] == 0
 
 
+def test_the_report_says_how_many_problems_there_are_and_how_clean(experiment, workdir):
+    found = json.loads((workdir / "problems.json").read_text())
+    assert set(found) == set(experiment.domains)
+    assert json.loads((workdir / "results.json").read_text())["problems"] == found
+    counts = found["program"]["problems"]
+    assert min(counts.values()) > 100
+    row = next(
+        line for line in (workdir / "report.md").read_text().splitlines()
+        if line.startswith(f"| program | {counts['train']} | ")
+    )  # fmt: skip
+    assert row.split("|")[5:7] == [" 0 ", " 0 + 0 "]
+
+
+def test_the_chat_template_is_the_tokenizers_own_or_a_file(experiment, tmp_path):
+    source = (
+        "{{ bos_token }}{% for m in messages %}Q: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}A:{% else %}</s>{% endif %}"
+    )
+    (tmp_path / "chat.jinja").write_text(source)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    chat = config.ChatSettings(template=str(tmp_path / "chat.jinja"))
+    tokenizer = pipeline.load_tokenizer(dataclasses.replace(experiment, chat=chat))
+    ids = tokenizer.encode_prompt("1+2=")
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.decode(ids) == "Q: 1+2=\nA:"
+    bare = pipeline.load_tokenizer(experiment)
+    assert bare.decode(bare.encode_prompt("1+2=")) == "1+2="
+    own = dataclasses.replace(experiment, chat=config.ChatSettings(template="own"))
+    with pytest.raises(ValueError, match="no chat template; give a folder"):
+        pipeline.load_tokenizer(own)
+
+
 def test_each_update_step_was_compiled_once(experiment, workdir, mesh):
     student = preset("nano", 320)
     for name in experiment.plan:

@@ -21,12 +21,20 @@ def problem(number, domain="a", prompt=None, **solutions):
 
 def fake_tokenizer(pad=2, bos=None, stop=(2,)):
     """Texts are token ids with spaces between."""
+
+    def encode(text):
+        return [int(i) for i in text.split()]
+
+    def encode_prompt(text):
+        return encode(text) if bos is None else [bos, *encode(text)]
+
     return types.SimpleNamespace(
         vocab_size=16,
         pad_id=pad,
         bos_id=bos,
         stop_ids=stop,
-        encode=lambda text: [int(i) for i in text.split()],
+        encode=encode,
+        encode_prompt=encode_prompt,
     )
 
 
@@ -262,3 +270,14 @@ def test_solutions_that_do_not_serve_are_named():
         prompts.encode_solutions([row], "terse", NANO, columns=3)
     with pytest.raises(ValueError, match="no solution in style 'worked'; it has: terse"):
         prompts.encode_solutions([row], "worked", NANO, columns=8)
+
+
+def test_a_domains_template_goes_around_every_problem():
+    rows = [problem(1, prompt="2{prompt}+2"), problem(2, prompt="x")]
+    filled = prompts.fill_template(rows, r"Q: {prompt} Put it in \boxed{}.")
+    assert [p.prompt for p in filled] == [
+        r"Q: 2{prompt}+2 Put it in \boxed{}.",
+        r"Q: x Put it in \boxed{}.",
+    ]
+    assert [p.id for p in filled] == [1, 2]
+    assert prompts.fill_template(rows, "{prompt}") == rows

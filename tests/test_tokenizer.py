@@ -1,13 +1,18 @@
 """Tokenizers: any text survives, no text becomes a control token, every stop token is found."""
 
+import io
 import json
 import random
+import types
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from opd_jax import algorithms
+from opd_jax.core.types import Rollout
 from opd_jax.data import tokenizer
 from opd_jax.domains import DOMAINS
 from opd_jax.domains.builder import allot
@@ -267,3 +272,232 @@ def test_load_errors_name_the_file(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             tokenizer.load(str(tmp_path / name))
+
+
+def sentencepiece_folder(path, symbols=(), special=(), **own):
+    """A folder with a small SentencePiece model whose texts begin with a space of its own.
+
+    Args:
+      path: the folder to make.
+      symbols: user-defined symbols of the model.
+      special: those that tokenizer_config.json marks as special.
+      **own: more entries of tokenizer_config.json.
+    """
+    path.mkdir(exist_ok=True)
+    out = io.BytesIO()
+    words = ["hello world", "hello there", "old world", "the user", "assistant system"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(words * 20),
+        model_writer=out,
+        vocab_size=300 + len(symbols),
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=list(symbols),
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (path / "tokenizer.model").write_bytes(out.getvalue())
+    model = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
+    listed = {str(model.piece_to_id(s)): {"content": s, "special": s in special} for s in symbols}
+    config = {"added_tokens_decoder": listed, **own}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def test_t03_what_is_trained_is_what_was_sampled_never_what_it_reads_as(tmp_path):
+    t = hello_tokenizer(tmp_path)
+    he, llo, hello = (t.encode(x)[0] for x in ("he", "llo", "hello"))
+    assert t.decode([he, llo]) == "hello"
+    assert t.encode("hello") == [hello]  # Control: encoded anew, it is another completion.
+    tokens_BR = np.array([[he, llo, t.stop_ids[0], 0]], np.int32)
+    rollout = Rollout(
+        None, tokens_BR, tokens_BR > 0, tokens_BR * 0.0, np.array([3]), np.ones(1, bool)
+    )
+    assert algorithms.texts(t, rollout) == ["hello"]
+    np.testing.assert_array_equal(rollout.tokens_BR, tokens_BR)
+
+
+def test_t03_texts_of_random_ids_seldom_read_as_those_ids():
+    rng = np.random.default_rng(0)
+    lists = [rng.integers(0, NANO.vocab_size, 8).tolist() for _ in range(300)]
+    again = [NANO.encode(NANO.decode(ids)) for ids in lists]
+    assert sum(a != b for a, b in zip(lists, again, strict=True)) > 150
+
+
+def hello_tokenizer(tmp_path):
+    """Tokens he, llo and hello."""
+    letters = {
+        c: i for i, c in enumerate(["<end>", "h", "e", "l", "o", "he", "ll", "llo", "hello"])
+    }
+    model = tokenizers.Tokenizer(
+        models.BPE(letters, [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")])
+    )
+    model.add_special_tokens(["<end>"])
+    spec = json.loads(model.to_str())
+    spec["decoder"] = {"type": "Fuse"}
+    return tokenizer.load(hf_folder(tmp_path / "hello", spec, config={"eos_token_id": 0}))
+
+
+@pytest.mark.parametrize("ordinary", [(), ("<think>", "</think>")])
+def test_t07_verifiers_read_think_tags_and_no_control_token(tmp_path, ordinary):
+    added = ("<|end|>", "<|pad|>", "<think>", "</think>")
+    spec = hf_spec(added, ordinary=ordinary)
+    own = {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    t = tokenizer.load(hf_folder(tmp_path / "hf", spec, tokenizer_config=own))
+    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    row = [ids["<think>"], *t.encode("x"), ids["</think>"], *t.encode("42"),
+           ids["<|end|>"], ids["<|pad|>"]]  # fmt: skip
+    for continues in (False, True):
+        assert t.decode(row, continues=continues) == "<think>x</think>42"
+
+
+def test_t08_no_tokenizer_gives_a_control_token_for_a_text(tmp_path, hf):
+    """Unigram and user-defined symbols would, left to their libraries."""
+    spm = tokenizer.load(
+        sentencepiece_folder(tmp_path / "spm", symbols=["<turn>", "<b>"], special=["<turn>"])
+    )
+    unigram = tokenizers.Tokenizer(
+        models.Unigram([("</s>", 0.0), ("<", -3.0), ("/", -3.0), ("s", -3.0), (">", -3.0)], 1)
+    )
+    assert unigram.encode("</s>", add_special_tokens=False).ids == [0]  # Control.
+    unigram.add_special_tokens(["</s>"])
+    spec = json.loads(unigram.to_str())
+    spec["decoder"] = {"type": "Fuse"}
+    uni = tokenizer.load(hf_folder(tmp_path / "uni", spec, config={"eos_token_id": 0}))
+    for t in (spm, uni, hf, NANO):
+        for text in ["</s>", *t.special, "".join(t.special)]:
+            assert not set(t.special.values()) & set(t.encode(text)), text
+    assert spm.decode(spm.encode("a<turn>b<b></s>")) == "a<turn>b<b></s>"
+    assert uni.decode(uni.encode("</s>")) == "</s>"
+    assert spm.encode("<b>").count(spm._model.piece_to_id("<b>")) == 1
+
+
+def of_pieces(*pieces, stop=(0,)):
+    """A vocabulary and nothing else."""
+    return types.SimpleNamespace(
+        vocab_size=len(pieces), stop_ids=stop, pieces=lambda ids: [pieces[i] for i in ids]
+    )
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(3, 4), (4, 3), (3, 3)])
+def test_t10_padded_vocabularies_are_cut_where_both_end(ours, theirs):
+    tokens = ["a", "b", "c", "", ""]
+    student, teacher = (of_pieces(*tokens[:n]) for n in (ours, theirs))
+    n = tokenizer.align(student, teacher)
+    assert n == 3
+    logits_V = np.array([2.0, 1.0, 0.0, 3.0])
+
+    def log_softmax(z):
+        return z - np.log(np.exp(z).sum())
+
+    cut_V = log_softmax(logits_V[:n])
+    np.testing.assert_allclose(cut_V, [-0.407606, -1.407606, -2.407606], atol=1e-6)
+    # Control: without renormalising, the shared tokens have a part of the mass only.
+    assert np.exp(log_softmax(logits_V))[:n].sum() == pytest.approx(0.356, abs=1e-3)
+
+
+def test_t10_qwens_three_widths_align():
+    """151,643 ordinary tokens, then control tokens, then rows without a token up to 152,064."""
+    tokens = [f"t{i}" for i in range(151_665)]
+    base, chat = of_pieces(*tokens[:151_643]), of_pieces(*tokens)
+    padded = [of_pieces(*tokens, *[""] * (n - len(tokens))) for n in (151_936, 152_064)]
+    assert tokenizer.align(base, chat) == tokenizer.align(chat, base) == 151_643
+    assert tokenizer.align(*padded) == 151_936
+    ends = of_pieces(*tokens, stop=(151_645,))
+    with pytest.raises(ValueError, match=r"stops at \['t151645'\] .* vocabulary ends at 151643"):
+        tokenizer.align(ends, base)
+
+
+def test_t12_another_tokenizer_is_refused_and_its_first_tokens_shown(hf):
+    shown = "2: 'c' / 'X', 4: 'e' / 'Y', 7: 'h' / 'Z'; use a teacher"
+    with pytest.raises(ValueError, match=f"3 of 8 token ids mean different things .* {shown}"):
+        tokenizer.align(of_pieces(*"abcdefgh"), of_pieces(*"abXdYfgZ!"))
+    with pytest.raises(ValueError, match="of 260 token ids mean different things"):
+        tokenizer.align(hf, NANO)
+    assert tokenizer.align(hf, hf) == 260
+
+
+def test_t14_completions_keep_the_space_that_they_begin_with(tmp_path):
+    spm = tokenizer.load(sentencepiece_folder(tmp_path / "spm"))
+    meta = tokenizer.load(metaspace_folder(tmp_path / "meta"))
+    for t in (spm, meta):
+        ids = t.encode("hello world")
+        assert t.decode(ids) == "hello world"
+        for cut in range(1, len(ids)):
+            before = t.decode(ids[:cut])
+            assert before + t.decode(ids[cut:], continues=True) == "hello world"
+        # Control: decoded by themselves, parts lose their spaces.
+        assert "".join(t.decode([i]) for i in ids) == "helloworld"
+
+
+def metaspace_folder(path):
+    """Llama's kind of tokenizer.json: spaces are marks, the first is the tokenizer's own."""
+    letters = [chr(i) for i in range(97, 123)]
+    vocabulary = {c: i for i, c in enumerate(["</s>", "<unk>", "\u2581", *letters])}
+    vocabulary |= {f"<0x{i:02X}>": len(vocabulary) + i for i in range(256)}
+    model = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    model.add_special_tokens(["</s>"])
+    return hf_folder(path, json.loads(model.to_str()), config={"eos_token_id": 0})
+
+
+def test_t15_a_character_cut_short_is_shown_as_such_and_raises_nothing(tmp_path, hf):
+    kinds = [NANO, hf, *(tokenizer.load(f) for f in (
+        metaspace_folder(tmp_path / "meta"), sentencepiece_folder(tmp_path / "spm")))]  # fmt: skip
+    for t in kinds:
+        ids = t.encode("x\U0001f680")
+        assert t.decode(ids) == "x\U0001f680"
+        assert t.decode(ids[-4:], continues=True) == "\U0001f680"
+        for n in (1, 2, 3):
+            assert t.decode(ids[:-n]).rstrip("\ufffd") == "x"
+            assert "\ufffd" in t.decode(ids[:-n])
+
+
+def test_t16_what_the_vocabulary_lacks_survives_byte_by_byte(tmp_path):
+    for name in (metaspace_folder(tmp_path / "meta"), sentencepiece_folder(tmp_path / "spm")):
+        t = tokenizer.load(name)
+        text = "a\nb \U0001f680 é"
+        ids = t.encode(text)
+        assert t.decode(ids) == text
+        assert any(piece.startswith("<0x") for piece in t.pieces(ids))
+        assert "<0x" not in t.decode(ids)
+
+
+def test_t19_no_decoder_tidies_up_spaces(tmp_path):
+    text = "a , b 's ( x )"
+    vocabulary = {
+        c: i for i, c in enumerate(["<end>", "[UNK]", "a", ",", "b", "'", "s", "(", "x", ")"])
+    }
+    model = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.decoder = decoders.WordPiece(cleanup=True)
+    model.add_special_tokens(["<end>"])
+    spaced = "a , b ( x )"
+    assert model.decode(model.encode(spaced).ids) == "a, b ( x )"  # Control.
+    folder = hf_folder(tmp_path / "hf", json.loads(model.to_str()), config={"eos_token_id": 0},
+                       tokenizer_config={"clean_up_tokenization_spaces": True})  # fmt: skip
+    t = tokenizer.load(folder)
+    assert t.decode(t.encode(spaced)) == spaced
+    assert NANO.decode(NANO.encode(text)) == text
+
+
+def test_m09_a_sentencepiece_models_configs_say_what_stops(tmp_path):
+    name = sentencepiece_folder(tmp_path / "spm", symbols=["<turn>"], special=["<turn>"])
+    turn = tokenizer.load(name).special["<turn>"]
+    (tmp_path / "spm" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, turn]})
+    )
+    t = tokenizer.load(name)
+    assert t.stop_ids == (2, turn)
+    assert t.decode([*t.encode("hello"), turn, 2]) == "hello"

@@ -4,6 +4,7 @@ Everything here is numpy on the host, and everything is the same on every host: 
 whole batch, so its order does not depend on how many hosts or devices share the work.
 """
 
+import dataclasses
 import hashlib
 import json
 import zlib
@@ -116,14 +117,24 @@ class PromptStream(Iterator[list[Problem]]):
         self._next = dict(state["next"])
 
 
+def fill_template(problems: Sequence[Problem], template: str) -> list[Problem]:
+    """The same problems with a domain's instructions around their texts.
+
+    Args:
+      problems: any.
+      template: a text with {prompt} in it; no other brace means anything.
+    """
+    before, after = template.split("{prompt}")
+    return [dataclasses.replace(p, prompt=f"{before}{p.prompt}{after}") for p in problems]
+
+
 def prompt_tokens(problem: Problem, tokenizer: Tokenizer) -> list[int]:
-    """A prompt's tokens: bos once, if the model was trained with one, then the text.
+    """A prompt's tokens, as the tokenizer lays them out: see Tokenizer.encode_prompt.
 
     Raises:
       ValueError: the prompt is empty and there is no bos: the model would have nothing to go on.
     """
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = bos + tokenizer.encode(problem.prompt)
+    ids = tokenizer.encode_prompt(problem.prompt)
     if not ids:
         raise ValueError(
             f"problem {problem.id} of {problem.domain!r}: the prompt is empty and the tokenizer "

@@ -88,6 +88,17 @@ def final_answer(completion: str) -> str:
     return completion.rpartition("=")[2].strip()
 
 
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{...} whose braces balance; None if there is none."""
+    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for at in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if not depth:
+                return text[start:at]
+    return None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the likeliest intended name, and all there are."""
     known = sorted(known)

@@ -62,22 +62,41 @@ def load(name: str, domain: Domain, data_dir: str, split: str) -> list[Problem]:
       ValueError: the folder on disk is broken; names it and the remedy.
     """
     folder = os.path.join(data_dir, _FOLDER, name, domain.version)
+    rows = read(lambda: _Builder(name, domain, data_dir), folder, split)
+    return sorted((_problem(name, row) for row in rows), key=lambda p: p.id)
+
+
+def read(
+    make: Callable[[], tfds.core.GeneratorBasedBuilder], folder: str, split: str
+) -> list[dict[str, Any]]:
+    """All rows of a split; builds the dataset on first use.
+
+    Args:
+      make: the builder; called within the error handling, for it reads files.
+      folder: where its data are or will be.
+      split: the split wanted.
+
+    Raises:
+      ValueError: the folder on disk is broken; names it and the remedy.
+    """
     found = os.path.exists(folder)
     try:
-        builder = _Builder(name, domain, data_dir)
+        builder = make()
         _prepare(builder)
         source = builder.as_data_source(split=split)
         rows = source.__getitems__(list(range(len(source))))
-        problems = [_problem(name, row) for row in rows]
+        # A record that a cut file lost is read as one without content.
+        if lost := [key for row in rows for key in row if row[key] is None]:
+            raise ValueError(f"a record has no {lost[0]}")
     # Each library between here and the disk has its own kind of error for a damaged file.
     except Exception as error:
         if not found:
             raise
         raise ValueError(
             f"dataset folder {folder} cannot be read ({type(error).__name__}: {error}). "
-            "Delete the folder and start again: it is rebuilt in seconds"
+            "Delete the folder and start again: it is rebuilt on first use"
         ) from error
-    return sorted(problems, key=lambda p: p.id)
+    return rows
 
 
 class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -121,7 +140,7 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             yield p.prompt, {**fields, **p.solutions}
 
 
-def _prepare(builder: _Builder) -> None:
+def _prepare(builder: tfds.core.GeneratorBasedBuilder) -> None:
     tfds.disable_progress_bar()
     try:
         builder.download_and_prepare()
@@ -133,10 +152,6 @@ def _prepare(builder: _Builder) -> None:
 
 
 def _problem(name: str, row: dict[str, Any]) -> Problem:
-    # A record that a cut file lost is read as one without content.
-    empty = [key for key, value in row.items() if value is None]
-    if empty:
-        raise ValueError(f"a record has no {', '.join(empty)}")
     prompt, answer, *solutions = (row[k].decode() for k in ("prompt", "answer", *STYLES))
     styles = dict(zip(STYLES, solutions, strict=True))
     return Problem(name, int(row["id"]), int(row["level"]), prompt, answer, styles)

@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from etils import epath
+
 from opd_jax.data.problem import SPLITS, Problem
 from opd_jax.domains.answers import Verifier, did_you_mean
 from opd_jax.domains.builder import split_of
@@ -30,8 +32,7 @@ def load(name: str, path: str, verifiers: Mapping[str, Verifier]) -> dict[str, l
     splits: dict[str, list[Problem]] = {split: [] for split in SPLITS}
     first_seen: dict[str, tuple[str, int]] = {}
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().split("\n")
+        lines = epath.Path(path).read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"domain {name!r}: cannot read {path}: {error}") from error
     for number, line in enumerate(lines, start=1):

@@ -77,6 +77,8 @@ class Records:
     plan: Mapping[str, Any]
     stages: Mapping[str, StageRecords]
     notes: Sequence[str]
+    # Domain -> sizes of its splits and what they had in common; empty in older workdirs.
+    problems: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def greedy(self) -> bool:
@@ -144,7 +146,9 @@ def read(workdir: str) -> Records:
                 raise ValueError(
                     f"{path}: route {route!r} names stage {name!r}; known stages: {list(stages)}"
                 )
-    return Records(plan, stages, notes)
+    found = root / "problems.json"
+    problems = json.loads(found.read_text()) if found.exists() else {}
+    return Records(plan, stages, notes, problems)
 
 
 def _read_stage(folder: epath.Path, spec: Mapping[str, Any], notes: list[str]) -> StageRecords:

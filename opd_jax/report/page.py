@@ -188,6 +188,7 @@ def _tables(found: Mapping[str, Any]) -> list[Table]:
         tabular.length_table(found),
         tabular.stages_table(found),
         tabular.phases_table(found),
+        tabular.problems_table(found),
     ]
     return [table for table in made if table.rows]
 

@@ -16,6 +16,9 @@ Keys of the dictionary that `collect` returns:
                   recovery, gap_recovery
     comparison    routes [candidate, reference], domains, target_accuracy, flops {route}, saving,
                   saving_ci95, saving_whole_run, distill_share, recovery, notes
+    problems      by domain: sizes of its splits; training problems removed because they are held
+                  out, exactly or nearly; held-out problems that were contaminated so; and what
+                  n-grams are still shared
     notes         sentences about what could not be read or computed
 
     flops         training FLOPs; `flops_total` leaves `evaluation` and `remat` out
@@ -71,6 +74,7 @@ def summarise(records: Records, *, target_accuracy: float | None = None) -> dict
             "unfinished": [name for name in records.stages if name not in finished],
             "routes": routes,
             "comparison": routing.compare(records, routes, bootstrap, target_accuracy),
+            "problems": records.problems,
             "notes": notes,
         }
     )

@@ -218,6 +218,30 @@ def routes_table(results: Mapping[str, Any]) -> Table:
     )
 
 
+def problems_table(results: Mapping[str, Any]) -> Table:
+    """Sizes of each domain's splits, and how far held-out problems were among the training ones."""
+    rows = []
+    for name, domain in results["problems"].items():
+        shared = domain["shared"]
+        rows.append(
+            [
+                name,
+                *(str(domain["problems"][split]) for split in ("train", "validation", "test")),
+                str(sum(domain["contaminated"].values())),
+                f"{domain['removed']['exact']} + {domain['removed']['near']}",
+                percent(shared["test"]["grams"]) if shared else NONE,
+            ]
+        )
+    return Table(
+        "Problems",
+        "Held-out problems that stood among the training ones, exactly or nearly, are contaminated;"
+        " those training problems were removed (exact + near). Left in common: the share of the"
+        " test problems' 8-grams that some training problem has too.",
+        ["domain", "train", "validation", "test", "contaminated", "removed", "left in common"],
+        rows,
+    )
+
+
 def phases_table(results: Mapping[str, Any]) -> Table:
     """FLOPs of each stage by phase."""
     stages = results["stages"].values()
