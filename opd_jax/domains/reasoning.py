@@ -277,4 +277,5 @@ def _gym() -> Any:
         ) from error
 
 
-VERIFIER = Verifier(_verify, _check)
+# Scorers of a hundred tasks, some of which parse what they are given at length: not in this process.
+VERIFIER = Verifier(_verify, _check, isolated=True, prepare=_gym)
