@@ -42,10 +42,10 @@ def data_dir(tmp_path_factory):
     """A folder with all four datasets built in it."""
     folder = str(tmp_path_factory.mktemp("data"))
     for name in NAMES:
-        start = time.monotonic()
+        start = time.process_time()
         domains.load(name, "train", [1], folder)
-        # Seconds of a quiet core are under 3; the bound leaves room for a busy one.
-        assert time.monotonic() - start < 15
+        # Of the processor, not of the clock, which a busy machine stretches; about 2 each.
+        assert time.process_time() - start < 5
     return folder
 
 
@@ -133,7 +133,7 @@ def test_generation_is_the_same_everywhere(allotted):
     text = json.dumps([[n, s, p.id, p.prompt, p.answer, *p.solutions.values()]
                        for n in NAMES for s, ps in allotted[n].items() for p in ps])  # fmt: skip
     # If a change of a generator is meant: raise that domain's version and put the new hash here.
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "c40350637a637403"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "74cdb9cb422d2bd4"
 
 
 def test_load_chooses_levels_and_gives_random_access(data_dir):

@@ -158,11 +158,17 @@ def test_nano_covers_the_domains_without_bytes_or_unknowns():
 
 
 def test_the_tool_makes_the_committed_vocabulary():
+    """The same pieces. Their order is by frequency, so new problems move ids, which must not be:
+    the committed file is made anew only where a piece is missing."""
     model = sentencepiece.SentencePieceProcessor(
         model_proto=train_tokenizer.train(train_tokenizer.VOCAB_SIZE)
     )
     # Pieces, not bytes: the file also records the trainer's version.
-    assert [model.id_to_piece(i) for i in range(len(model))] == NANO.pieces(range(NANO.vocab_size))
+    pieces = [model.id_to_piece(i) for i in range(len(model))]
+    committed = NANO.pieces(range(NANO.vocab_size))
+    assert sorted(pieces) == sorted(committed)
+    fixed = 4 + 256  # Control tokens and bytes do not move.
+    assert pieces[:fixed] == committed[:fixed]
 
 
 @pytest.mark.parametrize(

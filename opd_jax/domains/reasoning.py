@@ -277,5 +277,5 @@ def _gym() -> Any:
         ) from error
 
 
-# Scorers of a hundred tasks, some of which parse what they are given at length: not in this process.
+# In a worker of its own: scorers are not ours, and some take long for some texts.
 VERIFIER = Verifier(_verify, _check, isolated=True, prepare=_gym)
