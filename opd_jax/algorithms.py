@@ -88,6 +88,7 @@ def loss_settings(stage: Stage) -> LossSettings:
         top_k=stage.opd.top_k if stage.algorithm == "opd" else 0,
         top_k_form=stage.opd.top_k_form,
         jsd_beta=stage.opd.jsd_beta,
+        stop_token_classes=stage.opd.stop_token_classes if stage.algorithm == "opd" else (),
     )
 
 
@@ -216,7 +217,9 @@ def _taught(ctx, params, whole, length_P, length_B, book):
         part = whole if len(ctx.ranges) == 1 else steps.make_take_step(start, stop)(whole)
         teacher_params = params if teacher.params is None else teacher.params
         if settings.kind == "sampled_token":
-            score = steps.make_score_step(teacher.config, settings.temperature, settings.top_k)
+            score = steps.make_score_step(
+                teacher.config, settings.temperature, settings.top_k, settings.stop_token_classes
+            )
             part = part.replace(teacher=score(teacher_params, part.rollout))
         else:
             hidden = steps.make_hidden_step(teacher.config)

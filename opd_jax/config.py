@@ -99,8 +99,17 @@ class OpdSettings:
     jsd_beta: float = 0.5  # For "jsd": 0 is the forward end, 1 the reverse end.
     top_k: int = 16  # Candidates of the "top_k" loss and of the overlap diagnostics.
     top_k_form: str = "renormalised"  # A key of objectives.opd.TOPK_MODES; paper 2: "renormalised".
+    # Ids of tokens that end a turn and mean the same: a base student stops with another one than
+    # its instruct teacher. A class counts as one token on both sides; the sampler stops at all.
+    stop_token_classes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
+        named = [token for ids in self.stop_token_classes for token in ids]
+        if any(len(ids) < 2 for ids in self.stop_token_classes) or len({*named}) < len(named):
+            raise ValueError(
+                f"opd.stop_token_classes={self.stop_token_classes}: each must name two tokens or "
+                "more, and no token may stand twice; write e.g. ((0, 2),)"
+            )
         one_of("opd.loss", self.loss, ("sampled", "reverse_kl", "forward_kl", "jsd", "top_k"))
         at_least("opd", self, top_k=1)
         if not 0 <= self.jsd_beta <= 1:

@@ -1,7 +1,7 @@
 """Checks before compute is spent: each an error that names the field, the value and the remedy."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -241,7 +241,14 @@ def check_teacher(
         )
 
 
-def check_source(spec: str, field: str, tokenizer: tokenizers.Tokenizer, *, teaches: bool) -> None:
+def check_source(
+    spec: str,
+    field: str,
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    teaches: bool,
+    stop_token_classes: Sequence[Sequence[int]] = (),
+) -> None:
     """Weights from outside: they must be there, and speak of the student's tokens.
 
     Args:
@@ -249,6 +256,7 @@ def check_source(spec: str, field: str, tokenizer: tokenizers.Tokenizer, *, teac
       field: its path in the config.
       tokenizer: the experiment's.
       teaches: whether they score the student; then they must also stop where it does.
+      stop_token_classes: tokens that count as one in the stage.
 
     Raises:
       ValueError: names the field, and the first token or the stop tokens that differ.
@@ -257,7 +265,7 @@ def check_source(spec: str, field: str, tokenizer: tokenizers.Tokenizer, *, teac
     try:
         if source.kind == "hf":
             hf.read_config(source.name)
-            _check_hf_tokens(source.name, tokenizer, teaches)
+            _check_hf_tokens(source.name, tokenizer, teaches, stop_token_classes)
         elif source.kind == "orbax":
             meta = checkpoint.load_meta(source.name, source.step)
             if meta["tokenizer"] != tokenizer.fingerprint():
@@ -266,17 +274,32 @@ def check_source(spec: str, field: str, tokenizer: tokenizers.Tokenizer, *, teac
         raise ValueError(f"{field}={spec!r}: {error}") from error
 
 
-def _check_hf_tokens(folder: str, tokenizer: tokenizers.Tokenizer, teaches: bool) -> None:
+def _check_hf_tokens(
+    folder: str,
+    tokenizer: tokenizers.Tokenizer,
+    teaches: bool,
+    stop_token_classes: Sequence[Sequence[int]],
+) -> None:
     other = tokenizers.load(folder)
     if difference := tokenizers.first_difference(tokenizer, other):
         raise ValueError(f"its tokenizer differs from the experiment's: {difference}")
-    if teaches and set(other.stop_ids) != set(tokenizer.stop_ids):
+    theirs, ours = (set(joined(t.stop_ids, stop_token_classes)) for t in (other, tokenizer))
+    if teaches and theirs != ours:
+        both = tuple(dict.fromkeys((*tokenizer.stop_ids, *other.stop_ids)))
         raise ValueError(
             f"the teacher stops at tokens {sorted(other.stop_ids)}, the student at "
             f"{sorted(tokenizer.stop_ids)}: a teacher that never rewards the student's stop makes "
-            "completions grow without end; give both the same eos_token_id in "
+            "completions grow without end; if they mean the same, say so with "
+            f"opd.stop_token_classes=({both},), or give both the same eos_token_id in "
             "generation_config.json"
         )
+
+
+def joined(ids: Sequence[int], classes: Sequence[Sequence[int]]) -> list[int]:
+    """Each token of a class as the class's first."""
+    first = {token: token for token in ids}
+    first |= {token: members[0] for members in classes for token in members}
+    return [first[token] for token in ids]
 
 
 def check_ratio(ctx: Context, params: Params, prompt: PromptBatch) -> float:

@@ -41,6 +41,8 @@ class LossSettings:
     top_k: int  # Of the top-k loss and of the overlap diagnostics; 0: none of these.
     top_k_form: str
     jsd_beta: float
+    # Of OPD: tokens that are one for both models, such as a base's and an instruct model's stops.
+    stop_token_classes: scoring.Classes = ()
 
 
 @struct.dataclass
@@ -153,10 +155,21 @@ def policy_gradient(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Term
 
 def sampled_token(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Terms:
     """OPD on the sampled token: GRPO's term, the teacher's advantage in place of a reward's."""
-    advantage_BC = opd.sampled_token_advantage(
-        columns["teacher"].logp_BR, columns["behaviour_logp"]
-    )
-    return policy_gradient(z_BCV, columns | {"advantage": advantage_BC}, s)
+    behaviour_logp_BC, joined = columns["behaviour_logp"], None
+    if s.stop_token_classes:
+        # The sampler knows its own token only: what the class had is the student's to say.
+        joined = joined_scores(jax.lax.stop_gradient(z_BCV), columns, s)
+        behaviour_logp_BC = joined.logp_BR
+    advantage_BC = opd.sampled_token_advantage(columns["teacher"].logp_BR, behaviour_logp_BC)
+    out = policy_gradient(z_BCV, columns | {"advantage": advantage_BC}, s)
+    return out if joined is None else out | diagnostics(joined, columns["teacher"])
+
+
+def joined_scores(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Scores:
+    """Scores of the chosen tokens, each class of stop tokens taken as one."""
+    z_BCV = scoring.join_logits(z_BCV, s.stop_token_classes)
+    tokens_BC = scoring.join_tokens(columns["tokens"], s.stop_token_classes)
+    return scoring.score_logits(z_BCV, tokens_BC, s.top_k)
 
 
 def divergence(measure: Callable[[jax.Array, jax.Array, LossSettings], jax.Array]):
@@ -164,10 +177,14 @@ def divergence(measure: Callable[[jax.Array, jax.Array, LossSettings], jax.Array
 
     def tile(z_BCV: jax.Array, columns: Columns, s: LossSettings) -> Terms:
         teacher_z_BCV = jax.lax.stop_gradient(columns["teacher_logits"])
+        z_BCV, teacher_z_BCV = (
+            scoring.join_logits(z, s.stop_token_classes) for z in (z_BCV, teacher_z_BCV)
+        )
+        tokens_BC = scoring.join_tokens(columns["tokens"], s.stop_token_classes)
         loss_BC = measure(z_BCV, teacher_z_BCV, s)
         student_z_BCV = jax.lax.stop_gradient(z_BCV)
-        student = scoring.score_logits(student_z_BCV, columns["tokens"], s.top_k)
-        teacher = scoring.score_logits(teacher_z_BCV, columns["tokens"], s.top_k)
+        student = scoring.score_logits(student_z_BCV, tokens_BC, s.top_k)
+        teacher = scoring.score_logits(teacher_z_BCV, tokens_BC, s.top_k)
         out = {"loss": loss_BC, "entropy": student.entropy_BR} | diagnostics(student, teacher)
         # Both distributions are here, so the KL that is watched need not be an estimate.
         return out | {"kl": opd.reverse_kl(student_z_BCV, teacher_z_BCV)}

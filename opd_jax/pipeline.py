@@ -112,7 +112,13 @@ class _Runner:
             guards.check_source(stage.init, f"{field}.init", self.tokenizer, teaches=False)
             for domain, spec in stage.teachers.items():
                 where = f"{field}.teachers.{domain}"
-                guards.check_source(spec, where, self.tokenizer, teaches=True)
+                guards.check_source(
+                    spec,
+                    where,
+                    self.tokenizer,
+                    teaches=True,
+                    stop_token_classes=stage.opd.stop_token_classes,
+                )
             for domain in stage.domains:
                 for split in SPLITS:
                     self.load(domain, split)
@@ -135,7 +141,7 @@ class _Runner:
             seed=x.seed,
             config=config,
             mesh=self.mesh,
-            tokenizer=self.tokenizer,
+            tokenizer=self.stopping(stage),
             ranges=ranges(quotas),
             teachers=teachers,
             # A copy of what is trained, since the update donates its buffers.
@@ -197,7 +203,7 @@ class _Runner:
         return Evaluator(
             config=config,
             mesh=self.mesh,
-            tokenizer=self.tokenizer,
+            tokenizer=self.stopping(stage),
             problems={
                 split: {d: some(self.load(d, split), count) for d in self.held_out(stage)}
                 for split, count in wanted.items()
@@ -210,6 +216,10 @@ class _Runner:
             stop_strings=self.x.stop_strings,
         )
 
+    def stopping(self, stage: Stage) -> tokenizers.Tokenizer:
+        """The tokenizer with every stop token that a stage knows."""
+        return tokenizers.stopping_at(self.tokenizer, stage.opd.stop_token_classes)
+
     def held_out(self, stage: Stage) -> Sequence[str]:
         """A stage is measured on the domains that it trains on."""
         return tuple(stage.domains)
@@ -219,7 +229,7 @@ class _Runner:
         batch = next(prompt_data.PromptStream(problems, quotas, self.x.seed))
         names = sorted({p.domain for p in batch})
         prompt = prompt_data.encode_prompts(
-            batch, names, self.tokenizer, buckets=self.x.prompt_buckets
+            batch, names, context.tokenizer, buckets=self.x.prompt_buckets
         )
         worst = guards.check_ratio(context, params, sharding.put(self.mesh, prompt))
         logging.info("sampler and scorer agree within %.2g nats", worst)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from opd_jax.core import sharding
 from opd_jax.core.types import Scores
@@ -53,6 +54,32 @@ def logits(
     if softcap is not None:
         z_BCV = softcap * jnp.tanh(z_BCV / softcap)
     return z_BCV if temperature == 1.0 else z_BCV / temperature
+
+
+Classes = tuple[tuple[int, ...], ...]  # Tokens of one meaning, e.g. two ways to end a turn.
+_NEVER = -1e30  # The logit of a token that no longer is one; finite, so that 0 * it is 0.
+
+
+def join_logits(z_BCV: jax.Array, classes: Classes) -> jax.Array:
+    """Logits in which each class is one token: its first has the mass of all, the others none.
+
+    Example: probabilities .5, .3, .2 and the class (0, 2) -> .7, .3, 0.
+    """
+    for ids in classes:
+        member_V = np.isin(np.arange(z_BCV.shape[-1]), ids)[None, None, :]
+        first_V = (np.arange(z_BCV.shape[-1]) == ids[0])[None, None, :]
+        mass_BC = jax.nn.logsumexp(jnp.where(member_V, z_BCV, -jnp.inf), axis=-1)
+        rest_BCV = jnp.where(member_V, _NEVER, z_BCV)
+        z_BCV = jnp.where(first_V, mass_BC[..., None], rest_BCV)
+    return z_BCV
+
+
+def join_tokens(tokens_BC: jax.Array, classes: Classes) -> jax.Array:
+    """Each token of a class as the class's first."""
+    for ids in classes:
+        member_BC = (tokens_BC[..., None] == jnp.array(ids)[None, None, :]).any(-1)
+        tokens_BC = jnp.where(member_BC, ids[0], tokens_BC)
+    return tokens_BC
 
 
 def pick(x_BCV: jax.Array, ids_BCk: jax.Array) -> jax.Array:
@@ -130,6 +157,7 @@ def score(
     temperature: float = 1.0,
     softcap: float | None = None,
     top_k: int = 0,
+    classes: Classes = (),
     tile_rows: int | None = None,
 ) -> Scores:
     """Scores of given tokens under a model, in tiles.
@@ -141,6 +169,7 @@ def score(
       temperature: logits are divided by it, as the sampler divides them; a number, not traced.
       softcap: the model's final_softcap.
       top_k: size of the top-k set to report; 0 for none. No gradient flows into it.
+      classes: tokens that count as one, see `join_logits`.
       tile_rows: positions per tile; None chooses by the size of the vocabulary.
 
     Returns:
@@ -151,7 +180,8 @@ def score(
     table_VD = jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
 
     def tile(hidden_BCD, tokens_BC):
-        return score_logits(logits(hidden_BCD, table_VD, temperature, softcap), tokens_BC, top_k)
+        z_BCV = join_logits(logits(hidden_BCD, table_VD, temperature, softcap), classes)
+        return score_logits(z_BCV, join_tokens(tokens_BC, classes), top_k)
 
     return map_tiles(tile, (hidden_BRD, tokens_BR), table_VD.shape[0], tile_rows)
 

@@ -71,7 +71,7 @@ def make_rollout_step(
 
 @functools.cache
 def make_score_step(
-    config: ModelConfig, temperature: float, top_k: int
+    config: ModelConfig, temperature: float, top_k: int, classes: scoring.Classes = ()
 ) -> Callable[[Params, Rollout], Scores]:
     """(params, rollout) -> scores of its completions: teacher, reference and behaviour check."""
 
@@ -84,6 +84,7 @@ def make_score_step(
             temperature=temperature,
             softcap=config.final_softcap,
             top_k=top_k,
+            classes=classes,
         )
 
     return jax.jit(score_step)

@@ -101,6 +101,18 @@ def load(spec: str) -> Tokenizer:
     raise ValueError(f"tokenizer {spec!r}: {path} ends neither in .model nor in .json")
 
 
+def stopping_at(tokenizer: Tokenizer, classes: Sequence[Sequence[int]]) -> Tokenizer:
+    """The tokenizer with all tokens of a class as stops where one of them is; its own stay first.
+
+    Example: stops (0,), classes ((0, 2), (5, 6)) -> stops (0, 2).
+    """
+    own = tokenizer.stop_ids
+    more = [token for ids in classes if not set(own).isdisjoint(ids) for token in ids]
+    other = copy.copy(tokenizer)
+    other.stop_ids = tuple(dict.fromkeys((*own, *more)))
+    return other
+
+
 def align(student: Tokenizer, teacher: Tokenizer) -> int:
     """Width of the vocabulary that two models share, by token string.
 
