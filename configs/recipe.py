@@ -17,8 +17,8 @@ NEW_TOKENS = 10
 # The domains in the order in which sweeps add them, and the levels that a 103k-parameter model can
 # learn in minutes.
 LEVELS = {"arithmetic": (1, 2), "countdown": (1, 2), "logic": (1, 2), "program": (1,)}
-# Prompts of each domain in an OPD batch: sums are what the student is slowest to take over.
-MERGE_PROMPTS = {"arithmetic": 6, "countdown": 2, "logic": 2, "program": 2}
+# Prompts of each domain in the OPD batch of two: sums are what the student is slowest to take over.
+MERGE_PROMPTS = {"arithmetic": 6, "countdown": 2}
 # The same plateau rule for every expert and for joint.
 STOP = {"patience": 5, "min_delta": 0.005, "select": "best"}
 
@@ -97,12 +97,17 @@ def grpo(s: Size, domains: Sequence[str], stop: Mapping[str, Any] = STOP) -> Con
     )
 
 
-def merge(s: Size, teachers: Mapping[str, str]) -> ConfigDict:
+def merge(
+    s: Size,
+    teachers: Mapping[str, str],
+    prompts: Mapping[str, int] = MERGE_PROMPTS,
+    learning_rate: float = 6e-4,
+) -> ConfigDict:
     """One student from the teacher of each domain: exact reverse KL.
 
     Many small updates distil more per FLOP than few large ones (experiments/LOG.md).
     """
-    prompts = {domain: MERGE_PROMPTS[domain] for domain in teachers}
+    prompts = {domain: prompts[domain] for domain in teachers}
     total = sum(prompts.values())
     return base.stage(
         "opd",
@@ -115,7 +120,7 @@ def merge(s: Size, teachers: Mapping[str, str]) -> ConfigDict:
         # Every completion counts alike: with token-mean the domain with longer answers would rule.
         aggregation="seq-mean-token-mean",
         optimizer={
-            "learning_rate": 6e-4,
+            "learning_rate": learning_rate,
             "schedule": "cosine",
             "warmup_steps": 20,
             "b2": 0.98,
@@ -131,6 +136,7 @@ def comparison(
     base_target: float,
     base_domains: Sequence[str] = (),
     s: Size = SIZES["full"],
+    **merging: Any,
 ) -> ConfigDict:
     """base -> one expert per domain -> merge, beside joint.
 
@@ -140,13 +146,14 @@ def comparison(
       base_target: see `pretrain`.
       base_domains: what the base model is trained on; by default the same domains.
       s: how much of everything.
+      **merging: other arguments of `merge`.
     """
     experts = {f"expert_{domain}": grpo(s, (domain,)) for domain in domains}
     base_domains = base_domains or domains
     stages = {
         "base": pretrain(s, base_domains, target=base_target),
         **experts,
-        "merge": merge(s, {domain: f"stage:expert_{domain}" for domain in domains}),
+        "merge": merge(s, {domain: f"stage:expert_{domain}" for domain in domains}, **merging),
         "joint": grpo(s, domains),
     }
     routes = {"divide_and_merge": (*experts, "merge"), "joint": ("joint",)}

@@ -32,6 +32,7 @@ def get_config(argument: str = "4,full") -> ConfigDict:
         base_domains=domains,
         base_target=four_domains.BASE_TARGET,
         s=recipe.size(size or "full"),
+        **four_domains.MERGING,
     )
 
 
