@@ -171,7 +171,11 @@ def score(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
 
 
 def update(c: ModelConfig, prompt_P: np.ndarray, length_B: np.ndarray) -> float:
-    """Forward and backward of the student: three times its score, less what frozen weights save."""
+    """Forward and backward of the student: three times its score, less what frozen weights save.
+
+    With deltas, gradients still go through every layer down to the first one's input, as they do
+    in a scan of layers.
+    """
     whole = 3 * score(c, prompt_P, length_B)
     if c.lora is None:
         return whole
