@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from safetensors.numpy import load_file
 
 from configs import smoke
 from opd_jax import config as config_lib
 from opd_jax import guards, pipeline, steps, teachers
-from opd_jax.config import LoraSettings
+from opd_jax.config import LoraSettings, StopRule
 from opd_jax.core import sharding, tree
 from opd_jax.models import hf, lora, peft, transformer
 from opd_jax.models.config import PROJECTIONS, Lora
@@ -185,8 +186,17 @@ def experiment(tmp_path_factory):
     x = config_lib.parse(smoke.get_config())
     rank = LoraSettings(rank=2, alpha=4.0)
     stages = dict(x.stages)
-    for name in ("expert_a", "expert_p", "merge"):
+    for name in ("expert_p", "merge"):
         stages[name] = dataclasses.replace(stages[name], lora=rank, steps=2)
+    # By solutions, which teach something in two updates; rewards of the base are 0.
+    stages["expert_a"] = dataclasses.replace(
+        stages["base"],
+        init="stage:base",
+        domains={"arithmetic": 1.0},
+        lora=rank,
+        steps=2,
+        stop=StopRule(select="last"),
+    )
     stages["joint"] = dataclasses.replace(stages["joint"], init="stage:expert_a", steps=2)
     data_dir = str(tmp_path_factory.mktemp("tfds"))
     return dataclasses.replace(
@@ -208,21 +218,22 @@ def test_random_weights_are_not_frozen(experiment):
 @pytest.mark.slow
 def test_experts_are_deltas_on_one_base_through_the_pipeline(experiment, tmp_path, mesh):
     pipeline.run(experiment, tmp_path, devices=jax.devices()[:1])
-    runner = pipeline._Runner(experiment, pipeline.epath.Path(tmp_path), mesh, stop=None)
-    found = runner.weights.teachers("merge")
+    models = {name: teachers.model_config(m, 320) for name, m in experiment.models.items()}
+    weights = teachers.Weights(experiment, epath.Path(tmp_path), mesh, models)
+    found = weights.teachers("merge")
     first, second = (found[d].params for d in ("arithmetic", "program"))
     base_leaves = jax.tree.leaves(lora.split(first)[0])
     shared = jax.tree.leaves(lora.split(second)[0])
     assert all(x is y for x, y in zip(base_leaves, shared, strict=True))
-    _, student_base = runner.weights.initial("merge")
+    _, student_base = weights.initial("merge")
     assert all(x is y for x, y in zip(base_leaves, jax.tree.leaves(student_base), strict=True))
     # The base is what the stage `base` selected, the deltas are what the checkpoint holds.
-    whole, _ = runner.weights.initial("expert_a")
+    whole, _ = weights.initial("expert_a")
     assert set(whole) == {"layers"}
-    start, none = runner.weights.initial("joint")
+    start, none = weights.initial("joint")
     assert none is None
     assert not any(lora.is_delta(name) for name in start["layers"])
-    merged = lora.merge(first, runner.weights.config("expert_a"))
+    merged = lora.merge(first, weights.config("expert_a"))
     tree.check_same(merged, start, "stage:expert_a as init is its merged model", values=True)
     gap = np.abs(np.asarray(start["layers"]["q"]) - np.asarray(student_base["layers"]["q"])).max()
     assert 0 < gap < 0.1
