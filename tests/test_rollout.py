@@ -499,7 +499,7 @@ class Letters:
 
     pad_id, bos_id, stop_ids = 0, None, (1,)
 
-    def encode(self, text):
+    def encode_prompt(self, text):
         return [2 + ord(c) % 30 for c in text]
 
 
