@@ -27,6 +27,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.12",
+        "protobuf>=4.25",
         "safetensors>=0.4.5",
         "sentencepiece>=0.2",
         "tensorboardX>=2.6",
