@@ -5,8 +5,8 @@
 The teacher is a wider model trained on worked solutions; the student was trained on terse ones, so
 their thinking patterns differ and their likeliest tokens hardly overlap. `direct` distils at once;
 `cold` first fine-tunes the student on the teacher's right rollouts (their generation is counted),
-and `warm` distils from there. The report shows the overlap of both (arXiv 2604.13016, sec. 5). Seed 0:
-distilled at once the student falls from 14% to 0%; after the cold start it rises to 23%.
+and `warm` distils from there. The report shows the overlap of both (arXiv 2604.13016, sec. 5).
+Seed 0: distilled at once the student falls from 14% to 0%; after the cold start it rises to 23%.
 """
 
 from ml_collections import ConfigDict
