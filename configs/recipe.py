@@ -180,9 +180,7 @@ def experiment(
             "test_problems": s.problems,
             "batch": min(s.problems, 256),
         },
-        # The newest and the best are kept in any case; these serve as teachers.
-        checkpoint={"every": 1000, "keep_steps": (s.early, s.grpo_steps)},
-        **changes,
+        **({"checkpoint": {"every": 1000}} | changes),
     )
 
 

@@ -215,6 +215,19 @@ def check_model(config: ModelConfig, name: str, tokenizer: tokenizers.Tokenizer)
         )
 
 
+def check_stop_tokens(s: Stage, field: str, tokenizer: tokenizers.Tokenizer) -> None:
+    """A class of stop tokens must be of the tokenizer's tokens, and hold one of its stops."""
+    for ids in s.opd.stop_token_classes:
+        where = f"{field}.opd.stop_token_classes: {ids}"
+        if beyond := [i for i in ids if not 0 <= i < tokenizer.vocab_size]:
+            raise ValueError(f"{where}: the tokenizer has no token {beyond}")
+        if set(tokenizer.stop_ids).isdisjoint(ids):
+            raise ValueError(
+                f"{where}: none of them ends a completion; the tokenizer stops at "
+                f"{sorted(tokenizer.stop_ids)}, name one of these"
+            )
+
+
 def check_length(config: ModelConfig, field: str, columns: int) -> None:
     """Prompt and completion must fit into the model's context."""
     if columns > config.max_length:

@@ -109,6 +109,7 @@ class _Runner:
             stage, field = self.x.stages[name], f"stages.{name}"
             columns = max(self.x.prompt_buckets) + stage.sampling.max_new_tokens
             guards.check_length(self.models[stage.model], field, columns)
+            guards.check_stop_tokens(stage, field, self.tokenizer)
             guards.check_source(stage.init, f"{field}.init", self.tokenizer, teaches=False)
             for domain, spec in stage.teachers.items():
                 where = f"{field}.teachers.{domain}"

@@ -112,13 +112,16 @@ class Weights:
         for domain, spec in stage.teachers.items():
             if spec not in loaded:
                 field = f"stages.{stage_name}.teachers.{domain}"
-                loaded[spec] = self._teacher(spec, parse(spec, field), self._models[stage.model])
+                loaded[spec] = self._teacher(spec, parse(spec, field), stage_name)
         return {domain: loaded[stage.teachers[domain]] for domain in stage.teachers}
 
-    def _teacher(self, spec: str, source: Source, student: ModelConfig) -> Teacher:
+    def _teacher(self, spec: str, source: Source, stage_name: str) -> Teacher:
         manifest: dict[str, Any] = {"spec": spec, "step": source.step, "flops": None}
+        student = self._models[self._experiment.stages[stage_name].model]
         config, params = student, None
-        if source.kind == "random":
+        if source.kind == "self":
+            config = self.config(stage_name)  # Its deltas too, or it would be another model.
+        elif source.kind == "random":
             key = rng.stream(self._experiment.seed, "control")
             params = steps.make_init(student, self._mesh)(key)
         elif source.kind == "hf":

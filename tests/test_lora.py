@@ -177,6 +177,24 @@ def test_an_adapter_file_holds_the_same_product(mesh, tmp_path):
         peft.save_adapter(delta, ADAPTED, tmp_path, "base")
 
 
+def test_the_student_itself_as_teacher_has_its_deltas(mesh, tmp_path):
+    """Without them the control `self` would be the base, and pull the student back to it."""
+    x = config_lib.parse(smoke.get_config())
+    merge = dataclasses.replace(
+        x.stages["merge"],
+        lora=LoraSettings(rank=3, alpha=6.0),
+        teachers=dict.fromkeys(x.stages["merge"].domains, "self"),
+    )
+    x = dataclasses.replace(x, stages=x.stages | {"merge": merge})
+    weights = teachers.Weights(x, epath.Path(tmp_path), mesh, {"student": BASE})
+    found = weights.teachers("merge")
+    assert {t.config for t in found.values()} == {ADAPTED}
+    # Control: what a teacher without deltas would say of a student that has some.
+    params = lora.join(*adapted(mesh))
+    gap = np.abs(hidden(params, ADAPTED, mesh) - hidden(params, BASE, mesh)).max()
+    assert gap > 0.1
+
+
 # In the pipeline.
 
 

@@ -1,12 +1,14 @@
 """Stop tokens of one meaning: a base student's and its instruct teacher's count as one token."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from opd_jax import guards, losses, scoring
-from opd_jax.config import OpdSettings
+from opd_jax.config import OpdSettings, Stage
 from opd_jax.core import sharding
 from opd_jax.data import tokenizer
 from opd_jax.objectives import opd
@@ -109,6 +111,21 @@ def test_d19_the_guard_says_what_to_declare_and_then_accepts_it(tmp_path):
     guards.check_source(teacher, "teachers.a", own, teaches=True, stop_token_classes=((0, 1),))
     with pytest.raises(ValueError, match="stops at tokens"):  # A class of other tokens.
         guards.check_source(teacher, "teachers.a", own, teaches=True, stop_token_classes=((1, 2),))
+
+
+def test_a_class_must_be_of_stop_tokens_that_are_there(tmp_path):
+    own = tokenizer.load(str(hf_folder(tmp_path / "base")))  # Five tokens, of which 0 stops.
+    stage = Stage("opd", "scratch", {"a": 1.0}, {"a": "self"})
+
+    def check(ids):
+        opd_settings = OpdSettings(stop_token_classes=(ids,))
+        guards.check_stop_tokens(dataclasses.replace(stage, opd=opd_settings), "stages.x", own)
+
+    check((0, 4))
+    with pytest.raises(ValueError, match=r"stages\.x\.opd.*\(0, 5\): .* has no token \[5\]"):
+        check((0, 5))
+    with pytest.raises(ValueError, match=r"\(1, 2\): none .* stops at \[0\], name one of these"):
+        check((1, 2))
 
 
 def test_the_sampler_stops_at_every_token_of_the_class(tmp_path):

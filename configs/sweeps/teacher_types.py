@@ -45,6 +45,7 @@ def get_config(size: str = "full") -> ConfigDict:
         models={"student": {"preset": "nano"}, "wide": {"preset": "nano_wide"}},
         plan=("base", "expert", "distilled"),
         routes={"distilled": ("expert", "distilled")},
+        checkpoint={"every": 1000, "keep_steps": (s.early, s.grpo_steps)},  # Teachers.
     )
 
 
