@@ -194,6 +194,16 @@ def test_intervals_in_print():
     assert tabular.interval(None) == "–"
 
 
+def test_pass_at_k_is_shown_where_it_says_more_than_the_accuracy():
+    entry = {"mean": 0.5, "ci95": [0.4, 0.6]}
+    shown = {
+        ks: tabular.pass_table({"stages": {"base": {"pass_at_k": {"a": dict.fromkeys(ks, entry)}}}})
+        for ks in (("1",), ("1", "2"))
+    }
+    assert not shown["1",].rows
+    assert shown["1", "2"].rows == [["base", "a", *["50.0% [40.0, 60.0]"] * 2]]
+
+
 def test_running_mean_is_a_mean_over_neighbours():
     value_T = np.random.default_rng(0).random(11)
     expected = [value_T[max(t - 2, 0) : t + 3].mean() for t in range(11)]

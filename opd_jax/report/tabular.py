@@ -161,7 +161,7 @@ def gain_table(results: Mapping[str, Any]) -> Table:
 
 
 def pass_table(results: Mapping[str, Any]) -> Table:
-    """Unbiased pass@k of each stage, one row a domain."""
+    """Unbiased pass@k of each stage, one row a domain; none where pass@1, the accuracy, is all."""
     ks = sorted(
         {int(k) for s in results["stages"].values() for d in s["pass_at_k"].values() for k in d}
     )
@@ -169,6 +169,7 @@ def pass_table(results: Mapping[str, Any]) -> Table:
         [name, domain] + [interval(_of(passed, str(k))) for k in ks]
         for name, stage in results["stages"].items()
         for domain, passed in stage["pass_at_k"].items()
+        if ks != [1]
     ]
     return Table(
         "pass@k",
