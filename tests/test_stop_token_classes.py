@@ -67,40 +67,52 @@ def test_models_that_differ_only_in_how_they_stop_agree(kind):
     def loss(z, classes):
         return losses.TILES[kind](z, columns, settings(kind, classes))["loss"].sum()
 
-    value, gradient = jax.value_and_grad(loss)(logits(P), CLASSES)
+    @jax.jit
+    def both(z):
+        """With the class; and the control, two stop tokens taken for two things."""
+        return jax.value_and_grad(loss)(z, CLASSES), loss(z, ())
+
+    (value, gradient), apart = both(logits(P))
     assert value == pytest.approx(0, abs=1e-6)
     assert np.abs(gradient).max() < 1e-6
-    assert loss(logits(P), ()) > 0.05  # Control: two stop tokens taken for two things.
+    assert apart > 0.05
 
 
 def test_the_sampled_token_has_the_gradient_of_the_joined_kl():
     """Enumerated: the expected policy gradient over all tokens is that of KL(P' || Q')."""
     z, q = logits(P), logits(np.log([0.3, 0.1, 0.55, 0.05]))
 
-    def expected(classes):
-        total = np.zeros(4)
-        for token in range(4):
-            tokens, behaviour_logp = put([token], np.float32([P[token]]))
-            teacher = scoring.score_logits(
-                scoring.join_logits(q, classes), scoring.join_tokens(tokens, classes), 2
-            )
-            columns = {"tokens": tokens, "teacher": teacher, "behaviour_logp": behaviour_logp}
+    # Every token in a column of its own, each weighted by its probability.
+    everywhere = [jnp.broadcast_to(x, (1, 4, 4), out_sharding=jax.typeof(x).sharding)
+                  for x in (z, q)]  # fmt: skip
+    tokens, behaviour_logp, weight = put(
+        np.arange(4, dtype=np.int32), np.float32(P), np.exp(np.float32(P))
+    )
 
-            def loss(z, columns=columns):
-                s = settings("sampled_token", classes)
-                return losses.TILES["sampled_token"](z, columns, s)["loss"].sum()
-
-            total += np.exp(P[token]) * np.asarray(jax.grad(loss)(z))[0, 0]
-        return total
+    def expected_loss(z, q, classes):
+        joined = scoring.join_tokens(tokens, classes)
+        columns = {
+            "tokens": tokens,
+            "teacher": scoring.score_logits(scoring.join_logits(q, classes), joined, 2),
+            "behaviour_logp": behaviour_logp,
+        }
+        s = settings("sampled_token", classes)
+        return jnp.sum(weight * losses.TILES["sampled_token"](z, columns, s)["loss"])
 
     def joined_kl(z):
-        joined = (scoring.join_logits(x, CLASSES) for x in (z, q))
-        return opd.reverse_kl(*joined).sum()
+        return opd.reverse_kl(*(scoring.join_logits(x, CLASSES) for x in (z, q))).sum()
 
-    want = np.asarray(jax.grad(joined_kl)(z))[0, 0]
+    @jax.jit
+    def gradients(z, q):
+        with_classes, without = (
+            jax.grad(expected_loss)(z, q, classes).sum((0, 1)) for classes in (CLASSES, ())
+        )
+        return with_classes, without, jax.grad(joined_kl)(z[:, :1])[0, 0]
+
+    with_classes, without, want = map(np.asarray, gradients(*everywhere))
     assert np.abs(want).max() > 0.05
-    np.testing.assert_allclose(expected(CLASSES), want, atol=1e-6)
-    assert np.abs(expected(()) - want).max() > 0.05  # Control: without classes.
+    np.testing.assert_allclose(with_classes, want, atol=1e-6)
+    assert np.abs(without - want).max() > 0.05  # Control.
 
 
 def test_d19_the_guard_says_what_to_declare_and_then_accepts_it(tmp_path):
