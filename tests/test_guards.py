@@ -311,6 +311,15 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_trained(tmp_p
         source_check(spec, own)
 
 
+def test_a_model_that_cannot_be_imported_is_refused_before_anything_is_trained(tmp_path):
+    folder = hf_folder(tmp_path / "odd")
+    own = tokenizer.load(str(folder))
+    content = json.loads((folder / "config.json").read_text()) | {"architectures": ["OddModel"]}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"teachers\.a='hf:.*OddModel"):
+        source_check(f"hf:{folder}", own)
+
+
 def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path):
     own, other = (
         tokenizer.load(str(hf_folder(tmp_path / name, words=words)))
