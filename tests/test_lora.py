@@ -1,6 +1,7 @@
 """LoRA: a model with deltas, what is trained of it, who shares its base, and what it amounts to."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -25,9 +26,13 @@ BASE = batches.CONFIG
 ADAPTED = BASE.replace(lora=Lora(rank=3, alpha=6.0))
 
 
-def hidden(params, config, mesh):
-    rows = sharding.put(mesh, batches.host().rollout)
+@functools.partial(jax.jit, static_argnums=1)
+def run(params, config, rows):
     return transformer.completion_hidden(params, config, rows.prompt, rows.tokens_BR)
+
+
+def hidden(params, config, mesh):
+    return run(params, config, sharding.put(mesh, batches.host().rollout))
 
 
 def adapted(mesh, config=ADAPTED):
@@ -112,8 +117,10 @@ def test_the_gradient_is_the_merged_models_by_the_chain_rule(mesh):
     base, delta = adapted(mesh)
     params, scale = lora.join(base, delta), ADAPTED.lora.scale
 
+    rows = sharding.put(mesh, batches.host().rollout)
+
     def loss(params, config):
-        return jnp.sum(jnp.sin(hidden(params, config, mesh)))
+        return jnp.sum(jnp.sin(run(params, config, rows)))
 
     got = jax.grad(loss)(params, ADAPTED)["layers"]
     whole = jax.grad(loss)(lora.merge(params, ADAPTED), BASE)["layers"]
