@@ -4,7 +4,8 @@ from setuptools import find_packages, setup
 
 CONVERT = ["gguf>=0.10", "transformers>=4.56", "torch>=2.4"]
 MATH = ["math-verify>=0.9"]
-TEST = ["gguf>=0.10", "pytest>=8", "ruff>=0.9", *MATH]
+REASONING = ["reasoning-gym>=0.1.25"]
+TEST = ["gguf>=0.10", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.9", *MATH, *REASONING]
 
 setup(
     name="opd_jax",
@@ -40,6 +41,6 @@ setup(
         "test": TEST,
         "math": MATH,
         "convert": CONVERT,
-        "reasoning": ["reasoning-gym>=0.1.25"],
+        "reasoning": REASONING,
     },
 )

@@ -1,5 +1,10 @@
 """One set-up for all tests: eight fake CPU devices, strict ranks, a mesh in context."""
 
+import fcntl
+import os
+import pathlib
+import tempfile
+
 import jax
 import pytest
 
@@ -18,6 +23,15 @@ def mesh():
     one = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
     with jax.set_mesh(one):
         yield one
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """For tests that look for processes left behind: no other such module runs meanwhile."""
+    lock_file = pathlib.Path(tempfile.gettempdir()) / f"opd_jax_tests_{os.getuid()}.lock"
+    with lock_file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tools import fetch_problem_sets
 
 ASSETS = pathlib.Path("~/.cache/opd_jax/assets").expanduser()
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module")

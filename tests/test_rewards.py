@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 QUICK = VerifierSettings(seconds=1, code_seconds=1, memory_mb=512, code_memory_mb=512)
 ADD = json.dumps({"kind": "functions", "entry_point": "add",
                   "tests": [{"args": [1, 2], "expected": 3}]})  # fmt: skip
+pytestmark = pytest.mark.usefixtures("alone")
 GOOD, BAD = "def add(a, b): return a + b", "def add(a, b): return a - b"
 TOWER, LOOP = r"\boxed{9^{9^{9^{9}}}}", "while True: pass"
 
