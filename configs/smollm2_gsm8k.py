@@ -28,14 +28,8 @@ def get_config(assets: str = ASSETS) -> ConfigDict:
     Raises:
       FileNotFoundError: it has not.
     """
-    folder = os.path.abspath(os.path.expanduser(assets))
-    model = os.path.join(folder, "SmolLM2-135M-Instruct")
-    problems = os.path.join(folder, "gsm8k", "problems.jsonl")
-    for path in (model, problems):
-        if not os.path.exists(path):
-            raise FileNotFoundError(
-                f"{path} is not there; run: python -m tools.fetch_real_assets --out={folder}"
-            )
+    model = asset(assets, "SmolLM2-135M-Instruct")
+    problems = asset(assets, "gsm8k/problems.jsonl")
     common = {
         "steps": 2,
         "prompts": 4,
@@ -73,3 +67,18 @@ def get_config(assets: str = ASSETS) -> ConfigDict:
         },
         checkpoint={"every": 2, "keep_newest": 1},
     )
+
+
+def asset(assets: str, name: str) -> str:
+    """The path of something that tools/fetch_real_assets.py leaves in its folder.
+
+    Raises:
+      FileNotFoundError: it is not there.
+    """
+    folder = os.path.abspath(os.path.expanduser(assets))
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"{path} is not there; run: python -m tools.fetch_real_assets --out={folder}"
+        )
+    return path

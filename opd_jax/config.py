@@ -168,7 +168,9 @@ class Stage:
     domains: dict[str, float]  # Name -> weight; weights are shares of each batch, sum 1.
     teachers: dict[str, str]  # Domain -> teacher (see teachers.py); {} where none is needed.
     model: str = "student"  # A key of `models`.
-    steps: int = 100  # Budget: updates at most (rollouts, with several updates each).
+    # Budget: updates at most (rollouts, with several updates each). 0: nothing is trained, only
+    # measured; such a stage makes weights from outside the report's baseline.
+    steps: int = 100
     prompts: int = 32  # P, per step.
     sampling: Sampling = dataclasses.field(  # In SFT only R is used.
         default_factory=lambda: Sampling(samples=8, max_new_tokens=12)
@@ -191,7 +193,7 @@ class Stage:
 
     def __post_init__(self):
         one_of("stage.algorithm", self.algorithm, ("sft", "grpo", "opd"))
-        at_least("stage", self, steps=1, prompts=1, updates_per_rollout=1, micro_batches=1)
+        at_least("stage", self, steps=0, prompts=1, updates_per_rollout=1, micro_batches=1)
         at_least("stage", self, clip_low=0, clip_high=0)
         if not self.domains:
             raise ValueError("stage.domains is empty: name at least one domain and its weight")

@@ -100,7 +100,7 @@ def test_a_float_accepts_an_int_and_a_tuple_a_list():
     ("path", "value"),
     [
         ("stages.merge.algorithm", "odp"),
-        ("stages.merge.steps", 0),
+        ("stages.merge.steps", -1),
         ("stages.merge.micro_batches", 0),
         ("stages.merge.clip_low", -0.1),
         ("stages.merge.stop.select", "bset"),

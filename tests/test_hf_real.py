@@ -13,16 +13,26 @@ import numpy as np
 import pytest
 
 from configs import smollm2_gsm8k
+from opd_jax import algorithms, scoring, steps
+from opd_jax import config as config_of
 from opd_jax import rollout as sampler
-from opd_jax import scoring, steps
 from opd_jax.core import sharding, tree
 from opd_jax.core.types import PromptBatch
 from opd_jax.data import tokenizer as tokenizers
 from opd_jax.models import hf, transformer
+from opd_jax.optim import OptimizerSettings
 from tests import make_real_references
 
 ASSETS = Path(smollm2_gsm8k.ASSETS).expanduser()
 SIZES = {"SmolLM2-135M-Instruct": 134_515_008, "gemma-3-270m": 268_098_176}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimised():
+    """Models of this size are too slow in the code that compiles fast."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @functools.cache
@@ -79,18 +89,23 @@ def test_512_positions_agree_with_transformers(mesh, name):
         assert worst > 1e-2, changes
 
 
+def prompt_batch(folder, texts):
+    """Left-padded prompts that no token ends."""
+    tokenizer = tokenizers.load(str(folder))
+    ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+    columns = max(map(len, ids))
+    tokens = np.array([[0] * (columns - len(row)) + row for row in ids], np.int32)
+    return tokenizer, PromptBatch(
+        tokens, np.array([len(row) for row in ids], np.int32), np.zeros(len(ids), np.int32),
+        np.arange(len(ids)).astype(np.uint32), np.full((len(ids), 1), -1, np.int32),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_gemma_3_goes_on_sensibly(mesh):
     folder, config, params = load("gemma-3-270m")
-    tokenizer = tokenizers.load(str(folder))
-    prompts = ["Monday, Tuesday, Wednesday,", "1, 2, 3, 4, 5, 6,"]
-    ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompts]
-    columns = max(map(len, ids))
-    tokens = np.array([[0] * (columns - len(row)) + row for row in ids], np.int32)
-    batch = PromptBatch(
-        tokens, np.array([len(row) for row in ids], np.int32), np.zeros(2, np.int32),
-        np.arange(2).astype(np.uint32), np.full((2, 1), -1, np.int32),
-    )  # fmt: skip
+    texts = ["Monday, Tuesday, Wednesday,", "1, 2, 3, 4, 5, 6,"]
+    tokenizer, batch = prompt_batch(folder, texts)
     sampling = sampler.Sampling(samples=1, max_new_tokens=6, temperature=0.0)
     step = steps.make_rollout_step(config, sampling)
     rollout, _ = step(params, sharding.put(mesh, batch), jax.random.key(0))
@@ -99,3 +114,29 @@ def test_gemma_3_goes_on_sensibly(mesh):
     assert texts[1].startswith(" 7, 8"), texts
     scores = steps.make_score_step(config, 1.0, 0)(params, rollout)
     np.testing.assert_allclose(scores.logp_BR, rollout.logp_BR, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_gemma_3_trains_one_grpo_step(mesh):
+    """What was rewarded becomes likelier, what was not less likely, and every weight moves."""
+    folder, config, params = load("gemma-3-270m")
+    _, batch = prompt_batch(folder, ["The weather today is", "My favourite number is"])
+    stage = config_of.Stage("grpo", "scratch", {"d": 1.0}, {}, optimizer=OptimizerSettings(1e-6))
+    sampling = sampler.Sampling(samples=2, max_new_tokens=4)
+    rollout, _ = steps.make_rollout_step(config, sampling)(
+        params, sharding.put(mesh, batch), jax.random.key(0)
+    )
+    reward_Pn = np.array([[1, 0], [0, 1]], np.float32)
+    weighing = stage.aggregation, None, False
+    group, _ = steps.make_grpo_step(stage.grpo, *weighing)(rollout, reward_Pn, None)
+    update = steps.make_update_step(
+        config, stage.optimizer, 1, algorithms.loss_settings(stage), micro_batches=2
+    )
+    state, metrics = update(steps.make_state(stage.optimizer, 1)(params), [group], None)
+    assert np.asarray(metrics["finite"]).all()
+    assert abs(float(metrics["groups"][0]["ratio"].value()) - 1) < 1e-4
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), params, state.params)
+    assert all(jax.tree.leaves(moved)), moved
+    score = steps.make_score_step(config, 1.0, 0)
+    gain_B = np.asarray((score(state.params, rollout).logp_BR - rollout.logp_BR).sum(axis=1))
+    assert (np.sign(gain_B) == [1, -1, -1, 1]).all(), gain_B

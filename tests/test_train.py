@@ -93,6 +93,24 @@ def assert_same_run(a, b):
             assert x.meta[key] == y.meta[key]
 
 
+def test_a_stage_of_no_steps_only_measures(whole, data_dir, tmp_path):
+    """It hands its weights on as they came, costs nothing, and can be the report's baseline."""
+    before = json.loads((whole[0] / "results.json").read_text())["stages"]["base"]
+    folder, step = whole[0] / "base" / "checkpoints", before["selected_step"]
+    x = experiment(data_dir)
+    measured = dataclasses.replace(x.stages["base"], steps=0, init=f"orbax:{folder}@{step}")
+    x = dataclasses.replace(
+        x, plan=("measured",), stages={"measured": measured}, routes={}, baseline="measured"
+    )
+    run(x, tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())["stages"]["measured"]
+    assert results["flops_total"] == 0 < results["flops"]["evaluation"]
+    assert results["accuracy"] == before["accuracy"]
+    kept = checkpoint.load_params(folder, step).state
+    tree.check_same(kept, final(tmp_path, "measured").state, "measured", values=True)
+    assert lines(tmp_path, "measured", "metrics.jsonl") == []
+
+
 def test_what_a_run_leaves_behind(whole):
     workdir, table = whole
     results = json.loads((workdir / "results.json").read_text())
