@@ -179,6 +179,29 @@ def test_values_and_gradients_equal_textbook_formulas_and_finite_differences(nam
     assert not np.asarray(teacher_grad).any()
 
 
+@pytest.mark.parametrize("name", ["reverse", "forward", "jsd", "top_k"])
+def test_equal_models_have_a_gradient_of_nothing(name):
+    """0, or far below Adam's eps of 1e-8: through rounding noise it would walk at full speed."""
+    function = {
+        "reverse": opd.reverse_kl,
+        "forward": opd.forward_kl,
+        "jsd": lambda z, t: opd.jsd(z, t, 0.3),
+        "top_k": lambda z, t: opd.topk_reverse_kl(z, t, mode="renormalised"),
+    }[name]
+    z_TV = jnp.asarray(np.random.default_rng(0).normal(size=(50, 300)) * 3, jnp.float32)
+
+    def largest(function):
+        grad_TV = jax.jit(jax.grad(lambda z, t: function(z, t).sum()))(z_TV, z_TV)
+        return float(jnp.abs(grad_TV).max())
+
+    def plain(z, t):
+        p, q = jax.nn.log_softmax(z), jax.nn.log_softmax(t)
+        return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+    assert largest(function) < 1e-13
+    assert largest(plain) > 1e-9  # What autodiff leaves.
+
+
 def test_n09_no_probability_contributes_nothing_and_no_nan():
     student_V, teacher_V = logs(0.6, 0.4, 0.0), logs(0.5, 0.5, 0.0)
     value, grad = jax.value_and_grad(opd.reverse_kl)(student_V, teacher_V)

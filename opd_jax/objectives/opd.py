@@ -84,6 +84,10 @@ def extrapolated_advantage(
 
 
 # The whole vocabulary: sums over the last axis only, so it may be sharded.
+#
+# Gradients are written out instead of left to autodiff, so that they are 0, not rounding noise,
+# where both models agree: Adam divides by the size of what it has seen, and walks at full speed
+# through gradients of 1e-8 as through any others.
 
 
 def log_probs(logits: jax.Array) -> jax.Array:
@@ -118,8 +122,7 @@ def reverse_kl(student_logits: jax.Array, teacher_logits: jax.Array) -> jax.Arra
     Raises:
       ValueError: the shapes differ.
     """
-    student_logp, teacher_logp = _both(student_logits, teacher_logits)
-    return _kl(student_logp, teacher_logp)
+    return _reverse_kl(*_both(student_logits, teacher_logits))
 
 
 def forward_kl(student_logits: jax.Array, teacher_logits: jax.Array) -> jax.Array:
@@ -128,7 +131,8 @@ def forward_kl(student_logits: jax.Array, teacher_logits: jax.Array) -> jax.Arra
     Args, result and errors as in `reverse_kl`.
     """
     student_logp, teacher_logp = _both(student_logits, teacher_logits)
-    return _kl(teacher_logp, student_logp)
+    slope = jnp.exp(student_logp) - jnp.exp(teacher_logp)
+    return _with_slope(_kl(teacher_logp, student_logp), slope, student_logp)
 
 
 def jsd(student_logits: jax.Array, teacher_logits: jax.Array, beta: float) -> jax.Array:
@@ -155,12 +159,34 @@ def jsd(student_logits: jax.Array, teacher_logits: jax.Array, beta: float) -> ja
     if beta == 1:
         return reverse_kl(student_logits, teacher_logits)
     student_logp, teacher_logp = _both(student_logits, teacher_logits)
-    mixture_logp = jnp.logaddexp(teacher_logp + math.log(beta), student_logp + math.log1p(-beta))
-    return beta * _kl(teacher_logp, mixture_logp) + (1 - beta) * _kl(student_logp, mixture_logp)
+    p, q = jnp.exp(student_logp), jnp.exp(teacher_logp)
+    gap = teacher_logp - student_logp
+    above = jnp.logaddexp(gap + math.log(beta), jnp.float32(math.log1p(-beta)))  # log m - log p.
+    student_kl = -jnp.sum(p * above, axis=-1)
+    value = beta * jnp.sum(q * (gap - above), axis=-1) + (1 - beta) * student_kl
+    slope = (beta - 1) * p * (above + student_kl[..., None])
+    return _with_slope(value, slope, student_logp)
 
 
 def _kl(a_logp: jax.Array, b_logp: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(a_logp) * (a_logp - b_logp), axis=-1)
+
+
+def _reverse_kl(student_logp: jax.Array, teacher_logp: jax.Array) -> jax.Array:
+    """KL(p || q) of normalised log-probs: its gradient is p (log p - log q - KL) per logit."""
+    value = _kl(student_logp, teacher_logp)
+    slope = jnp.exp(student_logp) * (student_logp - teacher_logp - value[..., None])
+    return _with_slope(value, slope, student_logp)
+
+
+def _with_slope(value: jax.Array, slope: jax.Array, logp: jax.Array) -> jax.Array:
+    """`value`, whose gradient for the logits behind `logp = log softmax` is `slope`.
+
+    A slope sums to 0 over the vocabulary, as every gradient for logits does, so that log softmax
+    passes it on as it is. Only first derivatives are right.
+    """
+    flow = jnp.sum(jax.lax.stop_gradient(slope) * logp, axis=-1)
+    return jax.lax.stop_gradient(value) + (flow - jax.lax.stop_gradient(flow))
 
 
 def _both(student_logits: jax.Array, teacher_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +198,7 @@ def _both(student_logits: jax.Array, teacher_logits: jax.Array) -> tuple[jax.Arr
 
 
 def _renormalised(student_logp_k: jax.Array, teacher_logp_k: jax.Array) -> jax.Array:
-    return _kl(_normalise(student_logp_k), _normalise(teacher_logp_k))
+    return _reverse_kl(_normalise(student_logp_k), _normalise(teacher_logp_k))
 
 
 def _tail_bucket(student_logp_k: jax.Array, teacher_logp_k: jax.Array) -> jax.Array:
