@@ -26,11 +26,11 @@ _LAST_WORDS = 60.0  # Seconds that a failed process waits to tell the others why
 
 
 class HostError(RuntimeError):
-    """Another process has failed; this one has nothing to add."""
+    """The processes cannot go on together, and all of them know it: one has failed, or strayed."""
 
 
 class HostLostError(HostError):
-    """Another process is gone, stuck, or elsewhere in the program; no orderly end is possible."""
+    """Another process is gone or stuck, so that no orderly end is possible."""
 
 
 @dataclasses.dataclass
@@ -70,8 +70,8 @@ def exchange(text: str, phase: str) -> list[str]:
       phase: where in the program this is, for errors; the same in every process.
 
     Raises:
-      HostError: another process has failed; says why.
-      HostLostError: one is gone or has not come in time, or is at another phase.
+      HostError: another process has failed, and why; or one is at another phase.
+      HostLostError: one is gone or has not come in time.
     """
     if jax.process_count() == 1:
         return [text]
@@ -82,7 +82,7 @@ def exchange(text: str, phase: str) -> list[str]:
     phases = [x["phase"] for x in found]
     if len(set(phases)) > 1:
         at = ", ".join(f"{name(i)} at {p!r}" for i, p in enumerate(phases))
-        raise HostLostError(f"processes are at different places: {at}; end all and start again")
+        raise HostError(f"processes are at different places: {at}; end all and start again")
     _link.last = phase
     return [x["text"] for x in found]
 
@@ -120,7 +120,7 @@ def merge_rows(x_B: np.ndarray, own_B: np.ndarray, phase: str) -> np.ndarray:
         merged[rows] = np.asarray(values, x_B.dtype).reshape(len(rows), *x_B.shape[1:])
         told_B[rows] += 1
     if (told_B != 1).any():
-        raise HostLostError(f"{phase}: rows {np.flatnonzero(told_B != 1)} are not one process's")
+        raise HostError(f"{phase}: rows {np.flatnonzero(told_B != 1)} are not one process's")
     return merged
 
 
