@@ -240,6 +240,7 @@ class _Runner:
         prompt = prompt_data.encode_prompts(
             batch, names, context.tokenizer, buckets=self.x.prompt_buckets
         )
+        distributed.barrier("the check of sampler and scorer")
         worst = guards.check_ratio(context, params, sharding.put(self.mesh, prompt))
         logging.info("sampler and scorer agree within %.2g nats", worst)
 

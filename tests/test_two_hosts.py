@@ -51,7 +51,7 @@ class Hosts:
             arguments = [
                 "--config=tests/two_hosts_config.py",
                 f"--workdir={workdir}",
-                f"--config.runtime.data_dir={tmp}/data",
+                f"--config.runtime.data_dir={tmp}/data{count}",
                 f"--config.runtime.compilation_cache={tmp}/cache{count}",
                 *(joined if count > 1 else ()),
                 *overrides,
@@ -221,6 +221,16 @@ def test_c18_a_signal_to_one_stops_all_in_order_and_one_process_goes_on(two, tmp
     (output,) = run(tmp, workdir, 1, *SHORT)
     assert f"expert: goes on from step {saved}" in output
     assert_alike(two[0], workdir, ("base", "expert"))
+
+
+def test_nan_ends_all_in_the_same_step(tmp):
+    rate = "--config.stages.base.optimizer.learning_rate=1e38"
+    with Hosts(tmp, tmp / "nan", 2, SHORT[0], SHORT[1], rate) as hosts:
+        codes, outputs = hosts.ended(300)
+    assert codes == [1, 1], outputs
+    reasons = [said[said.index("error: ") :].splitlines()[0] for said in outputs]
+    assert reasons[0] == reasons[1]
+    assert "NaN or infinite; the last good checkpoint is step 0" in reasons[0]
 
 
 def test_processes_with_other_configs_are_refused(tmp):
