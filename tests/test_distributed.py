@@ -47,6 +47,16 @@ def test_multihost_without_other_hosts_is_an_error_with_a_remedy():
     assert "on a single host leave it out" in err
 
 
+def test_jax_finds_what_is_not_given(monkeypatch):
+    """A TPU slice, Slurm and MPI name the processes themselves; what is given goes before."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
+    distributed.start(True)
+    distributed.start(True, coordinator="a:1", processes=4, process=0, patience=30)
+    assert calls[0] == ((None, None, None), {"heartbeat_timeout_seconds": 100})
+    assert calls[1] == (("a:1", 4, 0), {"heartbeat_timeout_seconds": 30})
+
+
 def test_c24_platform_not_obtained(tmp_path, monkeypatch):
     distributed.require_platform(None)
     distributed.require_platform("cpu")

@@ -110,11 +110,10 @@ START = """
 import sys, time
 import jax
 from opd_jax.infra import distributed
-process, port = int(sys.argv[1]), sys.argv[2]
-distributed.start(True, coordinator=f"127.0.0.1:{port}", processes=2, process=process, patience=10)
+process, coordinator = int(sys.argv[1]), sys.argv[2]
+distributed.start(True, coordinator=coordinator, processes=2, process=process, patience=20)
 import numpy as np
 from opd_jax.core import hosts, sharding
-other = 1 - process
 """
 
 FACTS = """
@@ -155,8 +154,15 @@ for shape, own in (((1, 4, 1), [0, 0, 0, 0, 1, 1, 1, 1]), ((1, 1, 4), [0, 1] * 4
 problems = [Problem("arithmetic", i, 1, "1+1=", "2", {}, "integer") for i in range(4)]
 texts = ["2", "3", "2", "2", "4", "2", "2", "2"]
 part = [t if i // 4 == process else None for i, t in enumerate(texts)]
-with rewards.Pool() as pool:
+with rewards.Pool(workers=1) as pool:
     verdicts = pool.submit(problems, part).result()
+    # Isolated: a worker process of this host, which sees this host's rows only.
+    math = [Problem("math", i, 1, "?", "2", {}, "math") for i in range(2)]
+    boxed = [r"\\boxed{2}" if i == process else None for i in range(2)]
+    marks = pool.submit(math, boxed)
+    assert list(marks._pending) == [process]
+    isolated = marks.result()
+    assert isolated.right_B.tolist() == [1, 1] and isolated.counts["verifier_errors"] == 0
 right = [1, 0, 1, 1, 0, 1, 1, 1]
 assert verdicts.right_B.tolist() == right and verdicts.valid_B.all()
 settings = rewards.RewardSettings(format="^[23]$", format_factor=0.5)
@@ -219,24 +225,26 @@ def endings(body):
     return f"try:\n{inner}except Exception as error:\n    distributed.leave(error)\n    raise\n"
 
 
-def two_processes(code, *arguments, seconds=60):
+def two_processes(code, *arguments, by_environment=False):
     """Exit statuses and what was printed to standard output and error."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2",
     }  # fmt: skip
+    if by_environment:
+        environment["JAX_COORDINATOR_ADDRESS"], coordinator = coordinator, ""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", START + code, str(i), str(port), *map(str, arguments)],
+            [sys.executable, "-c", START + code, str(i), coordinator, *map(str, arguments)],
             cwd=REPOSITORY, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for i in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -255,7 +263,7 @@ def test_two_processes_agree(tmp_path):
 @pytest.mark.parametrize("name", ENDINGS)
 def test_whatever_ends_one_process_ends_both_and_is_named(name):
     body, *expected = ENDINGS[name]
-    codes, outputs = two_processes(endings(body))
+    codes, outputs = two_processes(endings(body), by_environment=True)
     assert codes[0] == 1, outputs
     assert codes[1] == (-signal.SIGABRT if name == "c03_stuck" else 1), outputs
     for output, needles in zip(outputs, expected, strict=True):

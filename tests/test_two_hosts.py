@@ -8,6 +8,7 @@ rest is equal within TOLERANCE: losses and norms relative to 1, weights after up
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -160,6 +161,23 @@ def test_two_processes_do_what_one_does(one, two):
     assert results[0]["routes"].keys() == results[1]["routes"].keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("evals.jsonl", '"correct": [[0]', '"correct": [[1]'),
+        ("metrics.jsonl", '"loss": ', '"loss": 0.001'),
+        ("metrics.jsonl", '"length": ', '"length": 1'),
+    ],
+)
+def test_control_a_small_difference_is_seen(two, tmp_path, name, old, new):
+    changed = shutil.copytree(two[0], tmp_path / "changed")
+    text = (changed / "merge" / name).read_text()
+    assert old in text
+    (changed / "merge" / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(AssertionError):
+        assert_alike(two[0], changed, STAGES)
+
+
 def test_process_0_alone_writes_and_prints(two):
     workdir, outputs = two
     assert "two_hosts · seed 0" in outputs[0]
@@ -230,7 +248,8 @@ def test_nan_ends_all_in_the_same_step(tmp):
     assert codes == [1, 1], outputs
     reasons = [said[said.index("error: ") :].splitlines()[0] for said in outputs]
     assert reasons[0] == reasons[1]
-    assert "NaN or infinite; the last good checkpoint is step 0" in reasons[0]
+    assert "stage base, step 2" in reasons[0]
+    assert "NaN or infinite; the last good checkpoint is step" in reasons[0]
 
 
 def test_processes_with_other_configs_are_refused(tmp):
