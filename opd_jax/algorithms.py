@@ -16,7 +16,7 @@ import numpy as np
 
 from opd_jax import ledger, rewards, steps
 from opd_jax.config import Stage
-from opd_jax.core import rng, sharding
+from opd_jax.core import hosts, rng, sharding
 from opd_jax.core.types import Params, PromptBatch, Rollout
 from opd_jax.data import prompts as prompt_data
 from opd_jax.data.problem import Problem
@@ -51,9 +51,19 @@ class Context:
     ranges: Mapping[str, tuple[int, int]]  # Domain -> its prompts in every batch, contiguous.
     teachers: Mapping[str, Teacher]  # By domain.
     reference: Params | None  # The stage's initial weights, if a KL to them is in the loss.
-    check: Callable[[], None] = lambda: None  # Called between phases; may raise to give up.
+    # Called between phases, and before every wait for the device; may raise to give up.
+    check: Callable[[str], None] = lambda phase: None
     verifiers: rewards.Pool = dataclasses.field(default_factory=rewards.Pool)
     stop_strings: tuple[str, ...] = ()  # Texts that end a completion, besides the stop tokens.
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What every host knows of a rollout, as numpy."""
+
+    length_P: np.ndarray  # Of the prompts.
+    length_B: np.ndarray  # Of the completions, the stop token included.
+    stopped_B: np.ndarray  # bool, False where the limit cut a completion.
 
 
 @dataclasses.dataclass
@@ -97,9 +107,9 @@ def grpo(
     step: int, book: ledger.Ledger,
 ) -> Batch:  # fmt: skip
     """n samples per prompt, verified; each is compared with its siblings."""
-    rollout, text_B = _sample(ctx, params, prompt, step, book)
+    rollout, text_B, known = _sample(ctx, params, prompt, step, book)
     marks = ctx.verifiers.submit(problems, text_B)
-    length_P, length_B = _lengths(prompt, rollout)
+    length_P, length_B = known.length_P, known.length_B
     reference_logp_BR = None
     if ctx.reference is not None:
         score = steps.make_score_step(ctx.config, ctx.stage.sampling.temperature, 0)
@@ -112,11 +122,11 @@ def grpo(
     reward_Pn = rewards.neutral(reward_B.reshape(shape), verdicts.valid_B.reshape(shape))
     signal = steps.make_grpo_step(ctx.stage.grpo, *_weighing(ctx.stage))
     group, constant_P = signal(rollout, sharding.put(ctx.mesh, reward_Pn), reference_logp_BR)
-    facts = _facts(ctx, rollout, length_B, reward_Pn.reshape(-1), terms) | verdicts.counts
+    facts = _facts(ctx, known, reward_Pn.reshape(-1), terms) | verdicts.counts
     same_P = reward_Pn.min(axis=1) == reward_Pn.max(axis=1)
     facts["zero_variance"] = float(np.mean(same_P))
     if ctx.stage.grpo.drop_zero_variance:
-        dropped = np.asarray(constant_P)
+        dropped = steps.everywhere(constant_P)
         n = ctx.stage.sampling.samples
         _discard(book, ctx.config, length_P[dropped], length_B[np.repeat(dropped, n)])
     return Batch([group], [""], length_P, length_B, lambda: facts)
@@ -127,16 +137,16 @@ def opd(
     step: int, book: ledger.Ledger,
 ) -> Batch:  # fmt: skip
     """Samples of the student, each scored by the one teacher of its domain."""
-    rollout, text_B = _sample(ctx, params, prompt, step, book)
+    rollout, text_B, known = _sample(ctx, params, prompt, step, book)
     marks = ctx.verifiers.submit(problems, text_B)
-    length_P, length_B = _lengths(prompt, rollout)
+    length_P, length_B = known.length_P, known.length_B
     whole = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, None)
     if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
         groups, names = [steps.fixed_negative_step(whole)], [""]
     else:
         groups, names = _taught(ctx, params, whole, length_P, length_B, book)
     # The reward only informs: it is waited for after the update has been dispatched.
-    collect = functools.partial(_marked_facts, ctx, rollout, length_B, marks)
+    collect = functools.partial(_marked_facts, ctx, known, marks)
     return Batch(groups, names, length_P, length_B, collect)
 
 
@@ -146,7 +156,7 @@ def sft(
 ) -> Batch:  # fmt: skip
     """Given completions: the domain's solutions, or rollouts of the teachers made on the spot."""
     if ctx.stage.sft.source == "teacher":
-        rollout, text_B = _teacher_rollouts(ctx, prompt, step, book)
+        rollout, text_B, known = _teacher_rollouts(ctx, prompt, step, book)
         marks = ctx.verifiers.submit(problems, text_B)
         keep_B = np.ones(len(text_B), bool)
         if ctx.stage.sft.reject_wrong:
@@ -163,7 +173,8 @@ def sft(
         )
         keep_B = np.ones(len(problems), bool)
         marks = None  # Solutions verify by construction.
-    length_P, length_B = _lengths(prompt, rollout)
+        known = Known(np.asarray(prompt.length_P), length_B, whole_B)
+    length_P, length_B = known.length_P, known.length_B
     if not keep_B.all():
         n = rollout.samples
         for domain, (start, stop) in ctx.ranges.items():
@@ -176,36 +187,39 @@ def sft(
             book.discard("generation", flops)
     group = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
     kept = {"kept": float(keep_B.mean())}
-    collect = functools.partial(_marked_facts, ctx, rollout, length_B, marks, kept)
+    collect = functools.partial(_marked_facts, ctx, known, marks, kept)
     return Batch([group], [""], length_P, length_B, collect)
 
 
 ALGORITHMS = {"grpo": grpo, "opd": opd, "sft": sft}
 
 
-def texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
-    """The completions as text, stop tokens left out."""
-    tokens_BR, length_B = np.asarray(rollout.tokens_BR), np.asarray(rollout.length_B)
-    end_B = length_B - np.asarray(rollout.stopped_B)
+def texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str | None]:
+    """The completions as text, stop tokens left out; None where a row is another host's."""
+    tokens_BR, own_B = hosts.local(rollout.tokens_BR), hosts.own_rows(rollout.tokens_BR)
+    end_B = hosts.local(rollout.length_B) - hosts.local(rollout.stopped_B)
     return [
-        tokenizer.decode(row[:end].tolist(), continues=True)
-        for row, end in zip(tokens_BR, end_B, strict=True)
+        tokenizer.decode(row[:end].tolist(), continues=True) if own else None
+        for row, end, own in zip(tokens_BR, end_B, own_B, strict=True)
     ]
 
 
 def _sample(ctx, params, prompt, step, book):
-    """A rollout of the student, its texts, and its FLOPs in the ledger."""
+    """A rollout of the student, its texts, and what is known; its FLOPs go into the ledger."""
     rollout_step = steps.make_rollout_step(ctx.config, ctx.stage.sampling)
-    rollout, _ = rollout_step(params, prompt, rng.stream(ctx.seed, "rollout", step))
-    length_P, length_B = _lengths(prompt, rollout)
-    prompt_B = np.repeat(length_P, rollout.samples)
-    book.add("prefill", ledger.prefill(ctx.config, length_P))
-    book.add("decode", ledger.decode(ctx.config, prompt_B, length_B))
-    ctx.check()
+    placed = sharding.put(ctx.mesh, prompt)
+    rollout, _ = rollout_step(params, placed, rng.stream(ctx.seed, "rollout", step))
+    ctx.check("sampling")
+    known = _known(prompt, rollout)
+    prompt_B = np.repeat(known.length_P, rollout.samples)
+    book.add("prefill", ledger.prefill(ctx.config, known.length_P))
+    book.add("decode", ledger.decode(ctx.config, prompt_B, known.length_B))
+    ctx.check("verifiers")
     if ctx.stop_strings:
         cut, text_B = cut_rollout(ctx.tokenizer, rollout, ctx.stop_strings)
-        return sharding.put(ctx.mesh, cut), text_B
-    return rollout, texts(ctx.tokenizer, rollout)
+        known = Known(known.length_P, cut.length_B, cut.stopped_B)
+        return sharding.put(ctx.mesh, cut), text_B, known
+    return rollout, texts(ctx.tokenizer, rollout), known
 
 
 def _taught(ctx, params, whole, length_P, length_B, book):
@@ -248,18 +262,23 @@ def _teacher_rollouts(ctx, prompt, step, book):
         some = sharding.put(ctx.mesh, some)
         generate = steps.make_rollout_step(teacher.config, ctx.stage.sampling)
         part, _ = generate(teacher.params, some, rng.stream(ctx.seed, "generate", step))
-        length_P, length_B = _lengths(some, part)
-        flops = ledger.prefill(teacher.config, length_P)
-        flops += ledger.decode(teacher.config, np.repeat(length_P, n), length_B)
+        parts.append(part)
+    rollout = steps.join_step(parts)
+    ctx.check("generation")
+    known = _known(prompt, rollout)
+    for domain, (start, stop) in ctx.ranges.items():
+        config, length_P = ctx.teachers[domain].config, known.length_P[start:stop]
+        flops = ledger.prefill(config, length_P)
+        rows = slice(start * n, stop * n)
+        flops += ledger.decode(config, np.repeat(length_P, n), known.length_B[rows])
         book.add("generation", flops)
-        parts.append(jax.tree.map(np.asarray, part))
-    joined = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-    rollout = sharding.put(ctx.mesh, joined)
-    return rollout, texts(ctx.tokenizer, rollout)
+    return rollout, texts(ctx.tokenizer, rollout), known
 
 
-def _lengths(prompt: PromptBatch, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    return np.asarray(prompt.length_P), np.asarray(rollout.length_B)
+def _known(prompt: PromptBatch, rollout: Rollout) -> Known:
+    """Waits for a rollout; on several hosts call `check` before."""
+    length_B, stopped_B = steps.everywhere((rollout.length_B, rollout.stopped_B))
+    return Known(np.asarray(prompt.length_P), length_B, stopped_B)
 
 
 def _weighing(stage: Stage) -> tuple[str, float | None, bool]:
@@ -276,23 +295,23 @@ def _discard(book: ledger.Ledger, config: ModelConfig, length_P, length_B) -> No
         book.discard("decode", ledger.decode(config, np.repeat(length_P, n), length_B))
 
 
-def _marked_facts(ctx, rollout, length_B, marks, more=types.MappingProxyType({})):
+def _marked_facts(ctx, known, marks, more=types.MappingProxyType({})):
     """Facts of an algorithm that does not train on the reward; waits for the marks."""
     if marks is None:
-        return _facts(ctx, rollout, length_B, np.ones(len(length_B)), {}) | more
+        return _facts(ctx, known, np.ones(len(known.length_B)), {}) | more
     verdicts = marks.result()
-    return _facts(ctx, rollout, length_B, verdicts.right_B, {}) | verdicts.counts | more
+    return _facts(ctx, known, verdicts.right_B, {}) | verdicts.counts | more
 
 
-def _facts(ctx: Context, rollout: Rollout, length_B, reward_B, terms) -> dict[str, float]:
+def _facts(ctx: Context, known: Known, reward_B, terms) -> dict[str, float]:
     """Means over rows, of the batch and by domain."""
     rows = {
         "reward": reward_B,
-        "length": length_B,
-        "truncated": ~np.asarray(rollout.stopped_B),
+        "length": known.length_B,
+        "truncated": ~known.stopped_B,
         **terms,
     }
-    facts, n = {}, rollout.samples
+    facts, n = {}, len(known.length_B) // len(known.length_P)
     for name, x_B in rows.items():
         facts[name] = float(np.mean(x_B))
         for domain, (start, stop) in ctx.ranges.items():

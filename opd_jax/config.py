@@ -254,7 +254,11 @@ class RuntimeSettings:
     """The machine, not the experiment: it changes no result, and a resume may change it."""
 
     platform: str = ""  # "cpu" | "gpu" | "tpu": refuse to run on another; "": whatever is there.
-    multihost: bool = False  # Start jax.distributed: one process per host.
+    multihost: bool = False  # Start jax.distributed: one process per host (docs/launch.md).
+    coordinator: str = ""  # host:port of process 0; "": found by JAX (TPU, Slurm, MPI, Kubernetes).
+    processes: int = 0  # How many; 0: found by JAX.
+    process: int = -1  # Which one this is, from 0; -1: found by JAX.
+    host_timeout: float = 1800.0  # Seconds that processes wait for one another before all end.
     compilation_cache: str = ""  # Directory for compiled programs; "": none.
     data_dir: str = "~/.cache/opd_jax/tfds"  # Where problem sets are built on first use.
     progress_seconds: float = 10.0  # Between progress lines where the output is not a terminal.
@@ -262,7 +266,12 @@ class RuntimeSettings:
     allow_unsandboxed: bool = False  # Run models' programs also where nothing can shut them in.
 
     def __post_init__(self):
-        at_least("runtime", self, verifier_workers=0)
+        at_least("runtime", self, verifier_workers=0, processes=0, process=-1, host_timeout=1)
+        if not self.multihost and (self.coordinator or self.processes or self.process >= 0):
+            raise ValueError(
+                f"runtime.multihost=False, but coordinator={self.coordinator!r}, processes="
+                f"{self.processes}, process={self.process}; set runtime.multihost=True"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

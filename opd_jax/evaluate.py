@@ -46,7 +46,7 @@ class Evaluator:
         step: int,
         split: str,
         greedy: bool = False,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[str], None] = lambda phase: None,
     ) -> tuple[list[dict[str, Any]], float]:
         """Evaluates one split of every domain.
 
@@ -55,7 +55,7 @@ class Evaluator:
           step: updates they have had, for the records.
           split: a key of `problems`.
           greedy: take the likeliest token and one sample, whatever the settings say.
-          check: called between batches; may raise to give up (a signal to stop).
+          check: called around every batch; may raise to give up (a signal to stop).
 
         Returns:
           One record per domain, as evals.jsonl has them (without `flops_total`), and the FLOPs.
@@ -70,9 +70,8 @@ class Evaluator:
         for domain, problems in self.problems[split].items():
             rows = []
             for start in range(0, len(problems), s.batch):
-                check()
                 part = problems[start : start + s.batch]
-                found, spent = self._batch(params, part, sampling)
+                found, spent = self._batch(params, part, sampling, check)
                 rows.append(found)
                 flops += spent
             # Only now: verifiers have been at work while the next batches were sampled.
@@ -94,11 +93,13 @@ class Evaluator:
             )
         return records, flops
 
-    def _batch(self, params, part: Sequence[Problem], sampling: Sampling):
+    def _batch(self, params, part: Sequence[Problem], sampling: Sampling, check):
         """Marks on their way, lengths and truncation `[problems, samples]`, and the FLOPs.
 
-        A short batch is filled up with its first problem, so that it does not compile anew.
+        A short batch is filled up with its first problem, so that it does not compile anew, and so
+        that every host makes the same number of steps however many problems there are.
         """
+        check("evaluation")
         n, real = sampling.samples, len(part)
         full = list(part) + [part[0]] * (self.settings.batch - real)
         names = sorted({p.domain for p in part})
@@ -106,17 +107,19 @@ class Evaluator:
         rollout_step = steps.make_rollout_step(self.config, sampling)
         key = rng.stream(self.seed, "evaluate")
         rollout, _ = rollout_step(params, sharding.put(self.mesh, prompt), key)
-        length = np.asarray(rollout.length_B).reshape(-1, n)[:real]
+        check("evaluation, sampling")
+        length_B, stopped_B = steps.everywhere((rollout.length_B, rollout.stopped_B))
+        length = length_B.reshape(-1, n)[:real]
         prompt_P = prompt.length_P[:real]
         flops = ledger.prefill(self.config, prompt_P)
         flops += ledger.decode(self.config, np.repeat(prompt_P, n), length.reshape(-1))
         if self.stop_strings:
             rollout, text = cut_rollout(self.tokenizer, rollout, self.stop_strings)
-            length = rollout.length_B.reshape(-1, n)[:real]
+            length, stopped_B = rollout.length_B.reshape(-1, n)[:real], rollout.stopped_B
         else:
             text = texts(self.tokenizer, rollout)
         text = text[: real * n]
-        truncated = (~np.asarray(rollout.stopped_B)).astype(int).reshape(-1, n)[:real]
+        truncated = (~stopped_B).astype(int).reshape(-1, n)[:real]
         return (self.verifiers.submit(part, text), length, truncated), flops
 
 

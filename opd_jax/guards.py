@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from opd_jax import config, steps
 from opd_jax.algorithms import Context, Teacher
@@ -329,9 +329,8 @@ def check_ratio(ctx: Context, params: Params, prompt: PromptBatch) -> float:
     score = steps.make_score_step(
         ctx.config, ctx.stage.sampling.temperature, config_top_k(ctx.stage)
     )
-    logp_BR = np.asarray(score(params, rollout).logp_BR)
-    mask_BR = np.asarray(rollout.mask_BR)
-    worst = float(np.abs(np.where(mask_BR, logp_BR - np.asarray(rollout.logp_BR), 0)).max())
+    apart_BR = score(params, rollout).logp_BR - rollout.logp_BR
+    worst = float(jnp.abs(jnp.where(rollout.mask_BR, apart_BR, 0)).max())
     limit = RATIO_TOLERANCE[ctx.config.dtype]
     if not worst <= limit:
         raise ValueError(

@@ -29,15 +29,24 @@ def main(argv: list[str]) -> None:
     quieten_libraries()
     try:
         experiment = config_lib.parse(_CONFIG.value)
-        distributed.start(experiment.runtime.multihost)
-        distributed.require_platform(experiment.runtime.platform or None)
-        distributed.enable_compilation_cache(experiment.runtime.compilation_cache or None)
-        print(pipeline.run(experiment, _WORKDIR.value))
+        machine = experiment.runtime
+        distributed.start(
+            machine.multihost, coordinator=machine.coordinator, processes=machine.processes,
+            process=machine.process, patience=machine.host_timeout,
+        )  # fmt: skip
+        distributed.require_platform(machine.platform or None)
+        distributed.enable_compilation_cache(machine.compilation_cache or None)
+        if summary := pipeline.run(experiment, _WORKDIR.value):
+            print(summary)
     except train.Stopped:
         logging.warning("stopped on request; start again with the same --workdir to go on")
     except (ValueError, OSError, RuntimeError, train.NonFiniteError) as error:
         logging.debug("traceback", exc_info=True)
+        distributed.leave(error)
         sys.exit(f"error: {error}")
+    except Exception as error:
+        distributed.leave(error)
+        raise
 
 
 def quieten_libraries() -> None:

@@ -55,6 +55,11 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
     """
     directory = epath.Path(workdir)
     require_writable(directory)
+    distributed.require_shared(directory)
+    distributed.check_same(
+        "configuration", identity(experiment), "start every host with the same --config, overrides "
+        "and package versions"
+    )  # fmt: skip
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
     pool = rewards.Pool(
         experiment.verifiers,
@@ -70,7 +75,8 @@ def run(experiment: Experiment, workdir: str, devices: Sequence[jax.Device] | No
         record_problems(runner.reports, directory)
         summary = ""
         for name in experiment.plan:
-            if (directory / name / "result.json").exists():
+            result = directory / name / "result.json"
+            if distributed.from_writer(result.exists, f"result of {name}"):
                 logging.info("stage %s is finished: skipped", name)
                 continue
             try:
@@ -179,7 +185,9 @@ class _Runner:
         if domain not in self.reports:
             d = self.x.domains[domain]
             data_dir = str(epath.Path(self.x.runtime.data_dir).expanduser())
-            splits, self.reports[domain] = domains.load_splits(d, data_dir)
+            # Built on first use, in a folder that processes may share.
+            with distributed.writer_first(f"problems of {domain}"):
+                splits, self.reports[domain] = domains.load_splits(d, data_dir)
             for name, problems in splits.items():
                 filled = prompt_data.fill_template(problems, d.template)
                 self.problems[domain, name] = self.fitting(domain, name, filled)
@@ -232,6 +240,7 @@ class _Runner:
         prompt = prompt_data.encode_prompts(
             batch, names, context.tokenizer, buckets=self.x.prompt_buckets
         )
+        distributed.barrier("the check of sampler and scorer")
         worst = guards.check_ratio(context, params, sharding.put(self.mesh, prompt))
         logging.info("sampler and scorer agree within %.2g nats", worst)
 
@@ -270,9 +279,12 @@ def check_plan(experiment: Experiment, directory: epath.Path) -> None:
     """
     config = json.loads(json.dumps(dataclasses.asdict(experiment)))
     path = directory / "plan.json"
-    if not path.exists():
+    saved = distributed.from_writer(
+        lambda: json.loads(path.read_text())["config"] if path.exists() else None, str(path)
+    )
+    if saved is None:
         return
-    differing = config_differences(json.loads(path.read_text())["config"], config)
+    differing = config_differences(saved, config)
     if differing:
         raise ValueError(
             f"{directory} was started with another config; use a new workdir, or restore:\n  "
@@ -315,6 +327,13 @@ def config_differences(old: Any, new: Any, path: str = "") -> list[str]:
     keys = [k for k in sorted({*old, *new}) if path or k not in FREE_SECTIONS]
     old, new = (dict.fromkeys(keys, "(absent)") | side for side in (old, new))
     return [x for k in keys for x in config_differences(old[k], new[k], f"{path}.{k}".lstrip("."))]
+
+
+def identity(experiment: Experiment) -> str:
+    """What all hosts must have alike: the config but for the machine's section, and versions."""
+    plain = dataclasses.asdict(experiment)
+    del plain["runtime"]
+    return json.dumps([plain, versions()])
 
 
 def versions() -> dict[str, str]:

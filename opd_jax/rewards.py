@@ -9,8 +9,8 @@ a length factor favours short right ones, and the overlong term (DAPO, 2503.1447
 Verifiers that are fast and safe run right here. Isolated ones (math, code) run in `Pool`, one
 completion per worker and CPU, while this process does other things: `submit` returns at once and
 `Marks.result` waits. What a verdict is does not depend on the order or on the load: limits are CPU
-seconds, with twice as many by the clock behind them. On several hosts each marks a share of the
-rows and all get all marks, so that no limit can make hosts disagree.
+seconds, with twice as many by the clock behind them. On several hosts each marks the rows that it
+holds and all get all marks, so that no limit can make hosts disagree.
 """
 
 import concurrent.futures
@@ -25,12 +25,11 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
 from opd_jax import domains
+from opd_jax.core import hosts
 from opd_jax.data.problem import Problem
 from opd_jax.domains import sandbox
 from opd_jax.domains.answers import VerifierSettings
@@ -77,9 +76,23 @@ class Verdicts:
 class Marks:
     """Verdicts that are on their way."""
 
-    def __init__(self, inline: np.ndarray, pending: dict[int, concurrent.futures.Future]):
-        """Args: inline: statuses `[B]` as far as known. pending: the others, by row."""
-        self._status_B, self._pending = inline, pending
+    def __init__(
+        self,
+        inline: np.ndarray,
+        pending: dict[int, concurrent.futures.Future],
+        own_B: np.ndarray,
+        isolated: bool,
+    ):
+        """What is known so far.
+
+        Args:
+          inline: statuses `[B]`.
+          pending: those still to come, by row.
+          own_B: rows that this process marks.
+          isolated: whether any row, of whichever process, needs a worker.
+        """
+        self._status_B, self._pending, self._own_B = inline, pending, own_B
+        self._isolated = isolated
         self._verdicts: Verdicts | None = None
 
     def result(self) -> Verdicts:
@@ -96,16 +109,13 @@ class Marks:
         return self._verdicts
 
     def _wait(self) -> Verdicts:
-        status_B, isolated, first = self._status_B, len(self._pending) > 0, ""
+        status_B, first = self._status_B, ""
         for row, future in self._pending.items():
             reply = future.result()
             status_B[row] = STATUSES.index(reply["status"])
             if reply["status"] in ("crash", "error"):
                 first = first or reply["text"]
-        if jax.process_count() > 1:
-            # Rows of other hosts are -1 here.
-            status_B = np.max(multihost_utils.process_allgather(status_B), axis=0)
-            isolated = bool(np.max(multihost_utils.process_allgather(np.int32(isolated))))
+        status_B = hosts.merge_rows(status_B, self._own_B, "marks")
         error_B = status_B == STATUSES.index("error")
         if error_B.all() and len(status_B):
             raise VerifierError(f"the verifier failed on all {len(status_B)} completions:\n{first}")
@@ -117,7 +127,7 @@ class Marks:
             "verifier_errors": float(np.sum(failed_B)),
         }
         right_B = (status_B == STATUSES.index("right")).astype(np.float32)
-        return Verdicts(right_B, ~error_B, counts if isolated else {})
+        return Verdicts(right_B, ~error_B, counts if self._isolated else {})
 
 
 class Pool:
@@ -151,8 +161,10 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, problems: Sequence[Problem], text_B: Sequence[str]) -> Marks:
+    def submit(self, problems: Sequence[Problem], text_B: Sequence[str | None]) -> Marks:
         """Starts to mark completions; rows are prompt-major, all of one problem side by side.
+
+        A text that is None is another process's to mark, which submits it as a text.
 
         Rows of fast verifiers are marked before this returns.
 
@@ -163,15 +175,14 @@ class Pool:
             raise ValueError("the pool of verifiers was closed")
         n = len(text_B) // len(problems)
         status_B, pending = np.zeros(len(text_B), np.int32), {}
-        for row, text in enumerate(text_B):
-            problem = problems[row // n]
-            if not domains.is_isolated(problem):
-                status_B[row] = domains.verify(problem, text)  # STATUSES: wrong, right.
-            elif row % jax.process_count() == jax.process_index():
+        own_B = np.array([text is not None for text in text_B], bool)
+        for row in np.flatnonzero(own_B).tolist():
+            problem, text = problems[row // n], text_B[row]
+            if domains.is_isolated(problem):
                 pending[row] = self._send(problem, text)
             else:
-                status_B[row] = -1
-        return Marks(status_B, pending)
+                status_B[row] = domains.verify(problem, text)  # STATUSES: wrong, right.
+        return Marks(status_B, pending, own_B, any(map(domains.is_isolated, problems)))
 
     def check(self, problems: Sequence[Problem]) -> None:
         """Looks, before anything is trained, whether what the problems need is there.
@@ -330,7 +341,7 @@ def overlong_penalty(length_B: np.ndarray, limit: int, buffer: int) -> np.ndarra
 def combine(
     settings: RewardSettings,
     right_B: np.ndarray,
-    text_B: Sequence[str],
+    text_B: Sequence[str | None],
     length_B: np.ndarray,
     limit: int,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -339,7 +350,7 @@ def combine(
     Args:
       settings: of the stage.
       right_B: fp32, the verifier's.
-      text_B: completions.
+      text_B: completions; None where they are another process's, which knows them.
       length_B: tokens, the stop token included.
       limit: tokens that a completion may have.
 
@@ -349,7 +360,9 @@ def combine(
     terms = {}
     if settings.format:
         pattern = re.compile(settings.format, re.DOTALL)
-        fits_B = np.array([pattern.search(text) is not None for text in text_B])
+        own_B = np.array([text is not None for text in text_B], bool)
+        fits_B = np.array([text is not None and bool(pattern.search(text)) for text in text_B])
+        fits_B = hosts.merge_rows(fits_B, own_B, "reward format")
         terms["reward_format"] = np.where(fits_B, 1, settings.format_factor).astype(np.float32)
     if settings.length_weight:
         share_B = np.asarray(length_B, np.float32) / limit

@@ -149,6 +149,31 @@ def make_grpo_step(
 
 
 @jax.jit
+def replicate_step(tree: Any) -> Any:
+    """The same arrays, whole on every device."""
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding.spec()), tree)
+
+
+def everywhere(tree: Any) -> Any:
+    """Small arrays as numpy, whole in every process; waits for them. Collective on several hosts.
+
+    Waiting has no time limit there: exchange something (`Context.check`) after the dispatch.
+    """
+    return jax.device_get(tree if jax.process_count() == 1 else replicate_step(tree))
+
+
+@jax.jit
+def join_step(parts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of several teachers as one, in their order."""
+    return jax.tree.map(
+        lambda *xs: jax.sharding.reshard(
+            jnp.concatenate(xs), sharding.spec("batch", *(None,) * (xs[0].ndim - 1))
+        ),
+        *parts,
+    )
+
+
+@jax.jit
 def fixed_negative_step(group: Group) -> Group:
     """The teacher-free control of OPD: see opd.fixed_negative_advantage."""
     rollout = group.rollout

@@ -23,7 +23,7 @@ from opd_jax.algorithms import FIXED_NEGATIVE, Teacher
 from opd_jax.config import Experiment, ModelSettings
 from opd_jax.core import rng, tree
 from opd_jax.core.types import Params
-from opd_jax.infra import checkpoint
+from opd_jax.infra import checkpoint, distributed
 from opd_jax.models import hf, lora, transformer
 from opd_jax.models.config import ModelConfig, preset
 
@@ -209,6 +209,9 @@ def read_result(stage_dir: epath.Path) -> dict[str, Any]:
       ValueError: the stage has not finished.
     """
     path = stage_dir / "result.json"
-    if not path.exists():
+    found = distributed.from_writer(
+        lambda: json.loads(path.read_text()) if path.exists() else None, str(path)
+    )
+    if found is None:
         raise ValueError(f"{path} is not there: stage {stage_dir.name!r} has not finished")
-    return json.loads(path.read_text())
+    return found

@@ -19,7 +19,7 @@ from etils import epath
 from opd_jax import ledger, steps
 from opd_jax.algorithms import ALGORITHMS, Batch, Context, loss_settings
 from opd_jax.config import CheckpointSettings, StopRule
-from opd_jax.core import sharding, tree
+from opd_jax.core import tree
 from opd_jax.core.types import Mean, Params, TrainState
 from opd_jax.data.problem import Problem
 from opd_jax.data.prompts import PromptStream, encode_prompts
@@ -100,6 +100,10 @@ class StageRun:
         )  # fmt: skip
         self.state: TrainState = steps.make_state(self.stage.optimizer, updates)(job.params)
         self._resume()
+        distributed.check_same(
+            f"prompt stream of stage {job.name}", json.dumps(self.stream.state()),
+            "give every host the same problem files and package versions",
+        )  # fmt: skip
         writer.truncate(self.journal.step)
         self.mark = self._mark()
         self.started = time.monotonic() - self.journal.seconds
@@ -114,7 +118,7 @@ class StageRun:
         """
         try:
             while not self.journal.stopped_by:
-                self.give_up_if_asked()
+                self.give_up_if_asked("start")
                 if self._evaluation_is_due():
                     self.evaluate()
                 else:
@@ -140,7 +144,6 @@ class StageRun:
         problems = next(self.stream)
         names = sorted({p.domain for p in problems})
         prompt = encode_prompts(problems, names, ctx.tokenizer, buckets=self.job.buckets)
-        prompt = sharding.put(ctx.mesh, prompt)
         prepare = ALGORITHMS[self.stage.algorithm]
         batch = prepare(ctx, self.policy(), problems, prompt, journal.step, self.book)
         for _ in range(self.stage.updates_per_rollout):
@@ -257,9 +260,9 @@ class StageRun:
             accuracy=self.journal.history[-1][1],
         )
 
-    def give_up_if_asked(self) -> None:
-        """Raises Stopped if any process was asked to stop."""
-        if self.stop.agreed(self.journal.step):
+    def give_up_if_asked(self, phase: str) -> None:
+        """Raises Stopped if any process was asked to stop; all must call it at the same phase."""
+        if self.stop.agreed(self.journal.step, f"{self.job.name}, {phase}"):
             raise Stopped
 
     def _evaluation_is_due(self) -> bool:

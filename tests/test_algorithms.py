@@ -336,7 +336,7 @@ def test_a_check_between_phases_can_give_up(mesh):
     class GivenUp(Exception):
         pass
 
-    def give_up():
+    def give_up(phase):
         raise GivenUp
 
     ctx = context(mesh)

@@ -123,6 +123,9 @@ def test_a_float_accepts_an_int_and_a_tuple_a_list():
         ("checkpoint.keep_newest", 0),
         ("prompt_overflow", "cut"),
         ("prompt_buckets", ()),
+        ("runtime.host_timeout", 0.0),
+        ("runtime.coordinator", "host:1234"),  # Without multihost.
+        ("runtime.process", 0),
     ],
 )
 def test_a_value_out_of_range_names_section_field_and_value(path, value):

@@ -13,6 +13,7 @@ PAGES = {
     "bring_your_own_problems.md": 5,
     "bring_your_own_verifier.md": 3,
     "bring_your_own_model.md": 2,
+    "launch.md": 0,  # Commands: tests/test_launch.py.
 }
 
 

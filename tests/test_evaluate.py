@@ -72,7 +72,7 @@ def test_greedy_is_one_sample_and_repeats(evaluator):
 def test_giving_up_is_possible_between_batches(evaluator):
     calls = []
 
-    def check():
+    def check(phase):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt

@@ -242,7 +242,8 @@ def replied(*statuses):
     for row, status in enumerate(statuses):
         pending[row] = concurrent.futures.Future()
         pending[row].set_result({"status": status, "text": f"trace of row {row}"})
-    return rewards.Marks(np.zeros(len(statuses), np.int32), pending)
+    own_B = np.ones(len(statuses), bool)
+    return rewards.Marks(np.zeros(len(statuses), np.int32), pending, own_B, isolated=True)
 
 
 def test_r18_an_exception_makes_its_row_invalid_and_is_counted():

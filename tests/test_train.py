@@ -169,7 +169,7 @@ def test_c16_three_steps_stop_three_steps_equal_six(
     # Step 4 is one where an evaluation is due, which the stop then comes before.
     current = {}
 
-    def agreed(self, step):
+    def agreed(self, step, phase):
         return current["stage"] == stage and step == at
 
     begin = train.StageRun.__init__
@@ -209,7 +209,7 @@ def test_c18_sigterm_in_the_middle_of_a_step_saves_the_last_finished_one(
 
 
 def test_resume_on_another_mesh_is_the_same_within_rounding(whole, data_dir, tmp_path, monkeypatch):
-    def agreed(self, step):
+    def agreed(self, step, phase):
         return step == 3
 
     with monkeypatch.context() as patch:

@@ -95,7 +95,16 @@ def take_rows(x: jax.Array, rows: Any, *names: str | None) -> jax.Array:
 
 
 def put(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Host arrays onto the mesh, their first axis sharded as the batch."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, sharding(mesh, "batch", *(None,) * (x.ndim - 1))), tree
-    )
+    """Host arrays onto the mesh, their first axis sharded as the batch.
+
+    On several hosts each gives the whole arrays, equal everywhere, and sends its own rows only.
+    """
+
+    def place(x: Any) -> jax.Array:
+        layout = sharding(mesh, "batch", *(None,) * (x.ndim - 1))
+        if layout.is_fully_addressable or isinstance(x, jax.Array):
+            return jax.device_put(x, layout)
+        # device_put would compare all hosts' copies first, in a collective of its own.
+        return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
+
+    return jax.tree.map(place, tree)

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from opd_jax.core import hosts
 from opd_jax.core.types import Rollout
 from opd_jax.data.tokenizer import Tokenizer
 
 
 def cut_rollout(
     tokenizer: Tokenizer, rollout: Rollout, stops: Sequence[str]
-) -> tuple[Rollout, list[str]]:
+) -> tuple[Rollout, list[str | None]]:
     """Ends every completion at its first stop text, and counts it as stopped.
 
     Args:
@@ -20,17 +21,19 @@ def cut_rollout(
 
     Returns:
       The rollout with `mask_BR`, `length_B` and `stopped_B` as numpy arrays that agree with the
-      texts, and the texts, each up to its stop text or stop token.
+      texts, and the texts, each up to its stop text or stop token; None for rows of other hosts.
     """
-    tokens_BR, length_B = np.asarray(rollout.tokens_BR), np.array(rollout.length_B)
-    stopped_B = np.array(rollout.stopped_B)
-    text_B = []
-    for b, row in enumerate(tokens_BR.tolist()):
-        ids = row[: length_B[b] - stopped_B[b]]
-        count, text = cut_at_text(tokenizer, ids, stops)
-        text_B.append(text)
+    tokens_BR, own_B = hosts.local(rollout.tokens_BR), hosts.own_rows(rollout.tokens_BR)
+    length_B, stopped_B = (hosts.local(x).copy() for x in (rollout.length_B, rollout.stopped_B))
+    text_B: list[str | None] = [None] * len(tokens_BR)
+    for b in np.flatnonzero(own_B).tolist():
+        ids = tokens_BR[b, : length_B[b] - stopped_B[b]].tolist()
+        count, text_B[b] = cut_at_text(tokenizer, ids, stops)
         if count is not None:
             length_B[b], stopped_B[b] = count, True
+    ends_B2 = np.stack([length_B, stopped_B], axis=1)
+    length_B, stopped_B = hosts.merge_rows(ends_B2, own_B, "stop texts").T
+    stopped_B = stopped_B.astype(bool)
     mask_BR = np.arange(tokens_BR.shape[1])[None, :] < length_B[:, None]
     return rollout.replace(mask_BR=mask_BR, length_B=length_B, stopped_B=stopped_B), text_B
 

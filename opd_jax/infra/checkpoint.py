@@ -173,7 +173,7 @@ class Checkpointer:
         """
         self.wait()
         wanted = jax.tree_util.tree_map_with_path(_placed, abstract_state)
-        known = distributed.from_first(sorted({*self._metrics, *self._unreadable}, reverse=True))
+        known = sorted({*self._metrics, *self._unreadable}, reverse=True)
         if step is not None:
             if step not in known:
                 raise CheckpointError(f"no step {step} in {self._directory}; there are {known}")
@@ -326,7 +326,18 @@ def _absolute(directory: PathLike) -> epath.Path:
 
 
 def _scan(directory: epath.Path) -> tuple[dict[int, float | None], frozenset[int]]:
-    """Metrics of the checkpoints whose meta can be read, and the steps of those where it cannot."""
+    """Metrics of the checkpoints whose meta can be read, and the steps of those where it cannot.
+
+    What process 0 sees, in every process: they must not disagree about where to go on.
+    """
+    metrics, unreadable = distributed.from_writer(
+        lambda: [list(x) for x in _scan_here(directory)], f"checkpoints in {directory}"
+    )
+    return dict(metrics), frozenset(unreadable)
+
+
+def _scan_here(directory: epath.Path) -> tuple[list[tuple[int, float | None]], list[int]]:
+    """The same as pairs and steps, as this process sees it."""
     found = directory.iterdir() if directory.exists() else ()
     steps = [int(p.name) for p in found if p.name.isdecimal() and p.is_dir()]
     metrics: dict[int, float | None] = {}
@@ -335,7 +346,7 @@ def _scan(directory: epath.Path) -> tuple[dict[int, float | None], frozenset[int
             metrics[step] = _read_document(directory / str(step))["metric"]
         except CheckpointError as error:
             logging.warning("%s", error)
-    return metrics, frozenset(steps) - metrics.keys()
+    return list(metrics.items()), [step for step in steps if step not in metrics]
 
 
 def _best(metrics: Mapping[int, float | None]) -> int | None:

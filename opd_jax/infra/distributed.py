@@ -1,16 +1,25 @@
 """Hosts and devices: start-up, agreement between processes, the platform, the compilation cache."""
 
+import contextlib
 import hashlib
+import json
 import os
 import pathlib
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 from etils import epath
-from jax.experimental import multihost_utils
+
+from opd_jax.core import hosts
+
+# JAX's own: seconds without a sign of life after which a process counts as dead, and all end.
+_HEARTBEAT = 100
+_VISIBLE_SECONDS = 30.0  # Until another host must see a new file: network file systems cache.
 
 # What an accelerator's owner holds open; libtpu also guards the chips by a lock file.
 _DEVICE_FILES = {
@@ -19,7 +28,14 @@ _DEVICE_FILES = {
 }
 
 
-def start(multihost: bool) -> None:
+def start(
+    multihost: bool,
+    *,
+    coordinator: str = "",
+    processes: int = 0,
+    process: int = -1,
+    patience: float = 1800.0,
+) -> None:
     """Joins the other processes if the run has several; does nothing otherwise.
 
     Call it before anything touches a device. A failure is never swallowed: a host that trains
@@ -27,6 +43,10 @@ def start(multihost: bool) -> None:
 
     Args:
       multihost: whether this run is one of several processes, e.g. on a TPU pod or under Slurm.
+      coordinator: host:port of process 0, where JAX cannot find it by itself; with the two below.
+      processes: how many there are; 0: found by JAX.
+      process: this one's number, from 0; -1: found by JAX.
+      patience: seconds that processes wait for one another, for a dead one 100 at most.
 
     Raises:
       RuntimeError: the environment does not say who the other processes are, or they could not be
@@ -34,14 +54,39 @@ def start(multihost: bool) -> None:
     """
     if not multihost:
         return
+    # Its handler of SIGTERM would take the place of the usual one; ours is infra/preemption.py.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(
+            coordinator or None,
+            processes or None,
+            None if process < 0 else process,
+            heartbeat_timeout_seconds=max(1, min(_HEARTBEAT, int(patience))),
+        )
     except (ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"multihost was asked for and the other processes cannot be joined ({error}); on a "
             "single host leave it out, otherwise start every process under a launcher that JAX "
-            "detects (TPU pod, Slurm, MPI, Kubernetes)"
+            "detects (TPU pod, Slurm, MPI, Kubernetes), or give all of runtime.coordinator, "
+            "runtime.processes and runtime.process"
         ) from error
+    hosts.join(patience)
+    logging.info("%s of %d", hosts.name(jax.process_index()), jax.process_count())
+
+
+def leave(error: Exception) -> None:
+    """Called when this process fails: the others end with its reason, instead of waiting for it.
+
+    Returns if all can end in order. Otherwise says so and ends the process at once, because JAX
+    would wait for the others, five minutes long, before it lets the interpreter end.
+    """
+    if isinstance(error, hosts.HostLostError):
+        told = False
+    else:
+        told = isinstance(error, hosts.HostError) or hosts.tell_failure(str(error))
+    if not told:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def is_writer() -> bool:
@@ -51,55 +96,87 @@ def is_writer() -> bool:
 
 def all_agree(ok: bool) -> bool:
     """Whether `ok` holds in every process. Collective: all processes must call it."""
-    if jax.process_count() == 1:
-        return ok
-    return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
+    return all(json.loads(x) for x in hosts.exchange(json.dumps(bool(ok)), "agreement"))
 
 
-def from_first(steps: Sequence[int], most: int = 64) -> list[int]:
-    """The first `most` numbers of process 0's list, the same in every process. Collective.
+def from_writer(find: Callable[[], Any], what: str) -> Any:
+    """What process 0 finds, the same in every process. Collective; `find` runs in process 0 alone.
 
     Hosts may see a shared directory at slightly different times; what they do next must not differ.
+
+    Args:
+      find: returns anything that JSON holds.
+      what: for errors.
     """
-    if jax.process_count() == 1:
-        return list(steps)
-    padded = np.full((most,), -1, np.int32)
-    padded[: len(steps[:most])] = steps[:most]
-    return [int(x) for x in multihost_utils.broadcast_one_to_all(padded) if x >= 0]
+    mine = json.dumps(find() if is_writer() else None)
+    return json.loads(hosts.exchange(mine, what)[0])
 
 
 def barrier(name: str) -> None:
     """Waits until every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    hosts.exchange("", name)
 
 
-def check_same_config(config_hash: str) -> None:
-    """Raises in every process if any of them runs another configuration. Collective.
+@contextlib.contextmanager
+def writer_first(what: str) -> Iterator[None]:
+    """Process 0 goes through the block first, then all others at once.
+
+    For what is made once, on first use, in a directory that the processes may share.
+    """
+    if not is_writer():
+        barrier(what)
+    yield
+    if is_writer():
+        barrier(what)
+
+
+def check_same(what: str, text: str, remedy: str) -> None:
+    """Raises in every process if `text` is not the same in all of them. Collective.
 
     Args:
-      config_hash: any text that is equal exactly when the configurations are.
+      what: the text's name, e.g. "configuration".
+      text: anything that is equal exactly when runs are.
+      remedy: what to do about a difference.
 
     Raises:
       ValueError: names each process, with its host, that differs from process 0.
     """
+    digests = hosts.exchange(hashlib.sha256(text.encode()).hexdigest(), f"the same {what}")
+    differing = [hosts.name(i) for i, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise ValueError(f"{', '.join(differing)}: another {what} than {hosts.name(0)}'s; {remedy}")
+
+
+def require_shared(directory: str | os.PathLike[str]) -> None:
+    """Makes sure that all processes see the same directory, before compute is spent. Collective.
+
+    Raises:
+      ValueError: names the processes that do not see what process 0 writes there.
+    """
     if jax.process_count() == 1:
         return
-    digest = hashlib.sha256(config_hash.encode()).digest()
-    host = socket.gethostname().encode()[:64].ljust(64)
-    row = np.frombuffer(digest + host, np.uint8)
-    rows = [bytes(r) for r in np.asarray(multihost_utils.process_allgather(row))]
-    differing = [
-        f"process {i} ({r[32:].decode(errors='replace').strip()})"
-        for i, r in enumerate(rows)
-        if r[:32] != rows[0][:32]
+    path = epath.Path(directory)
+    probe = from_writer(lambda: _leave_probe(path), "the workdir's probe")
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not (seen := (path / probe).exists()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    blind = [
+        i for i, x in enumerate(hosts.exchange(json.dumps(seen), "the workdir")) if x != "true"
     ]
-    if differing:
+    if is_writer():
+        (path / probe).unlink()
+    if blind:
         raise ValueError(
-            f"{', '.join(differing)} run another configuration than process 0 "
-            f"({rows[0][32:].decode(errors='replace').strip()}); "
-            "start every host with the same --config and overrides"
+            f"{', '.join(map(hosts.name, blind))} cannot see what {hosts.name(0)} writes to "
+            f"{path}; on several hosts the workdir must be one that all share: gs://BUCKET/DIR, or "
+            "a network file system"
         )
+
+
+def _leave_probe(path: epath.Path) -> str:
+    name = f".probe-{socket.gethostname()}-{os.getpid()}-shared"
+    (path / name).write_text("")
+    return name
 
 
 def require_platform(name: str | None) -> None:

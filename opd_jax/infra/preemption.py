@@ -17,10 +17,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
+
+from opd_jax.core import hosts
 
 # Launchers such as GNU timeout signal a process and then its group: one request, two signals.
 ECHO_SECONDS = 1.0
@@ -77,7 +76,7 @@ class StopSignal:
         """Asks for a stop as a first signal would, e.g. when a time limit is near."""
         self._requested.set()
 
-    def agreed(self, step: int) -> bool:
+    def agreed(self, step: int, phase: str = "") -> bool:
         """Whether any process was asked to stop; the same answer in all of them.
 
         With several processes this is a collective: every one calls it at the same point of the
@@ -85,18 +84,13 @@ class StopSignal:
 
         Args:
           step: updates done, compared between the processes.
+          phase: what is done next, compared too.
 
         Raises:
-          RuntimeError: the processes are at different steps.
+          hosts.HostError: a process has failed, is at another place, or did not come in time.
         """
-        if jax.process_count() == 1:
-            return self.requested
-        mine = np.array([self.requested, step], np.int32)
-        rows = np.asarray(multihost_utils.process_allgather(mine))
-        if (rows[:, 1] != rows[0, 1]).any():
-            at = ", ".join(f"process {i} at {s}" for i, s in enumerate(rows[:, 1]))
-            raise RuntimeError(f"processes are at different steps: {at}; end all and start again")
-        return bool(rows[:, 0].any())
+        mine = "stop" if self.requested else "go on"
+        return "stop" in hosts.exchange(mine, f"step {step}{phase and f': {phase}'}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._requested.set()  # Seen by the main thread's very next look; counting is `_watch`'s.

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ def require_writable(directory: PathLike) -> None:
       OSError: names the path, the reason and the remedy.
     """
     path = epath.Path(directory)
-    probe = path / f".probe-{os.getpid()}"
+    probe = path / f".probe-{socket.gethostname()}-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_text("x" * 4096)
