@@ -13,7 +13,7 @@ from opd_jax.core import sharding
 from opd_jax.data import tokenizer
 from opd_jax.data.problem import Problem
 from opd_jax.losses import group_loss
-from opd_jax.models import transformer
+from opd_jax.models import hf_config, transformer
 from opd_jax.models.config import ModelConfig
 from opd_jax.rollout import Sampling
 from tests import batches, test_algorithms, tiny
@@ -57,7 +57,8 @@ def test_t10_a_padded_row_has_no_mass_on_either_side(mesh, student, teacher):
     # A teacher's table as wide as the student's, whichever is wider.
     fitted = scoring.fit_rows(tables[1], student)
     assert fitted.shape[0] == student
-    np.testing.assert_allclose(scoring.score(hidden, fitted, ids, tokens=3).logp_BR[0], want, atol=1e-6)  # fmt: skip  # noqa: E501
+    fitted_logp_R = scoring.score(hidden, fitted, ids, tokens=3).logp_BR[0]
+    np.testing.assert_allclose(fitted_logp_R, want, atol=1e-6)
     # Control: counted, a fourth row takes all but 0.356 of the mass.
     if max(student, teacher) == 4:
         counted = scoring.score(hidden, tables[student < 4], ids)
@@ -76,18 +77,17 @@ def test_how_many_tokens_a_model_has():
 # What the sampler draws.
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_t10_the_sampler_draws_no_padding(mesh, temperature):
+def test_t10_the_sampler_draws_no_padding(mesh):
     prompt, params = tiny.prompts(mesh), padded(mesh)
 
     def drawn(config):
-        sampling = Sampling(samples=8, max_new_tokens=6, temperature=temperature)
+        sampling = Sampling(samples=8, max_new_tokens=4, temperature=0.7)
         return steps.make_rollout_step(config, sampling)(params, prompt, jax.random.key(0))[0]
 
     rollout = drawn(PADDED)
     assert np.asarray(rollout.tokens_BR).max() < TOKENS
     # The recorded log-probs are those of the model without these rows.
-    plain = steps.make_score_step(C, temperature or 1.0, 0)(tiny.params(mesh, C), rollout)
+    plain = steps.make_score_step(C, 0.7, 0)(tiny.params(mesh, C), rollout)
     np.testing.assert_allclose(rollout.logp_BR, plain.logp_BR, atol=2e-5)
     # Control: it would draw little else.
     assert (np.asarray(drawn(PADDED.of_tokens(TOKENS + 8)).tokens_BR) >= TOKENS).mean() > 0.5
@@ -103,51 +103,58 @@ def with_teacher(mesh, table_VD):
     return group.replace(teacher_hidden_BRD=hidden)
 
 
-def loss_and_gradient(mesh, config, params, group, kind):
-    def loss(params):
-        return group_loss(params, config, group, batches.settings(kind))[0]
-
-    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-    return float(value), jax.tree.map(np.asarray, gradient)
+WEIGHTS = {kind: 1 + i / 7 for i, kind in enumerate(losses.TILES)}
 
 
-@pytest.mark.parametrize("kind", [*losses.TILES])
-def test_t10_padding_changes_no_loss_and_no_gradient(mesh, kind):
+# One of each way to a loss; the other divergences read the same two tiles of logits.
+KINDS = ("policy_gradient", "sampled_token", "reverse_kl", "top_k")
+
+
+def losses_and_gradient(config, params, group, kinds=KINDS):
+    """Each kind's loss, and the gradient of a weighted sum of them: one program for all."""
+
+    def total(params):
+        found = {k: group_loss(params, config, group, batches.settings(k))[0] for k in kinds}
+        return sum(WEIGHTS[k] * loss for k, loss in found.items()), found
+
+    gradient, found = jax.jit(jax.grad(total, has_aux=True))(params)
+    return {k: float(loss) for k, loss in found.items()}, jax.tree.map(np.asarray, gradient)
+
+
+def test_t10_padding_changes_no_loss_and_no_gradient(mesh):
     """Student with 8 padded rows, teacher with 4: as without any, in every loss."""
     table_VD = tiny.host_params(C, batches.TEACHER)["embedding"]
     plain = with_teacher(mesh, table_VD)
-    want, want_gradient = loss_and_gradient(mesh, C, tiny.params(mesh, C), plain, kind)
+    want, want_gradient = losses_and_gradient(C, tiny.params(mesh, C), plain)
     group = with_teacher(mesh, pad(table_VD, 4))
-    value, gradient = loss_and_gradient(mesh, PADDED, padded(mesh), group, kind)
-    assert value == pytest.approx(want, abs=1e-6)
+    found, gradient = losses_and_gradient(PADDED, padded(mesh), group)
+    assert found == pytest.approx(want, abs=1e-6)
     assert (gradient["embedding"][TOKENS:] == 0).all()
     gradient["embedding"] = gradient["embedding"][:TOKENS]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, want_gradient)
-
-
-@pytest.mark.parametrize("rows", [4, 16])
-def test_t10_control_padding_that_counts_changes_the_loss(mesh, rows):
-    """The same tables, of which all rows are taken for tokens."""
-    table_VD = tiny.host_params(C, batches.TEACHER)["embedding"]
-    group, params = with_teacher(mesh, pad(table_VD, rows)), padded(mesh)
-    right, _ = loss_and_gradient(mesh, PADDED, params, group, "reverse_kl")
-    wrong, _ = loss_and_gradient(
-        mesh, PADDED.of_tokens(TOKENS + 8), params, group, "reverse_kl"
-    )  # fmt: skip
-    assert abs(right - wrong) > 0.1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, want_gradient)
+    # Control: rows that are taken for tokens change every one of them.
+    counted = PADDED.of_tokens(TOKENS + 8)
+    wrong, gradient = losses_and_gradient(counted, padded(mesh), group)
+    for kind, loss in want.items():
+        assert abs(wrong[kind] - loss) > 0.01, kind
+    assert np.abs(gradient["embedding"][TOKENS:]).max() > 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 4, 16])
 def test_t10_tables_of_any_width_over_shards_of_the_vocabulary(mesh, mesh_2x2x2, rows):
     table_VD = tiny.host_params(C, batches.TEACHER)["embedding"]
-    found = []
+    found, kinds = [], ("reverse_kl", "sampled_token")
+    with jax.set_mesh(mesh):
+        plain = with_teacher(mesh, table_VD)
+        want, _ = losses_and_gradient(C, tiny.params(mesh, C), plain, kinds)
     for where in (mesh, mesh_2x2x2):
         with jax.set_mesh(where):
             group = with_teacher(where, pad(table_VD, rows))
-            found.append(loss_and_gradient(where, PADDED, padded(where), group, "reverse_kl"))
+            found.append(losses_and_gradient(PADDED, padded(where), group, kinds))
     (one, one_gradient), (many, many_gradient) = found
-    assert one == pytest.approx(many, abs=1e-6)
+    assert one == pytest.approx(want, abs=1e-5)
+    assert many == pytest.approx(want, abs=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), one_gradient, many_gradient
     )
@@ -155,15 +162,11 @@ def test_t10_tables_of_any_width_over_shards_of_the_vocabulary(mesh, mesh_2x2x2,
 
 def test_d08_the_student_itself_says_nothing_whatever_its_padding(mesh):
     """If the sampler counted other tokens than the scorer, the signal would be log of the rest."""
-    teachers = {d: Teacher("self", PADDED, None, {}) for d in "ab"}
-    ctx = test_algorithms.context(mesh, "opd", teachers, opd=OpdSettings(loss="sampled", top_k=4))
-    ctx = dataclasses.replace(ctx, config=PADDED)
-    placed = sharding.put(mesh, test_algorithms.prompt())
-    sample = steps.make_rollout_step(PADDED, ctx.stage.sampling)
-    rollout, _ = sample(padded(mesh), placed, jax.random.key(3))
+    sampling, placed = test_algorithms.context(mesh).stage.sampling, tiny.prompts(mesh)
+    rollout, _ = steps.make_rollout_step(PADDED, sampling)(padded(mesh), placed, jax.random.key(3))
     mask = np.asarray(rollout.mask_BR)
     for config, silent in ((PADDED, True), (PADDED.of_tokens(TOKENS + 8), False)):
-        score = steps.make_score_step(config, ctx.stage.sampling.temperature, 4)
+        score = steps.make_score_step(config, sampling.temperature, 4)
         gap = np.asarray(score(padded(mesh), rollout).logp_BR - rollout.logp_BR)[mask]
         assert (np.abs(gap).max() < 1e-4) == silent
 
@@ -191,9 +194,6 @@ def test_t10_the_shared_vocabulary_ends_where_the_first_one_does(tmp_path):
     assert guards.shared_tokens(Stage("grpo", "scratch", {"a": 1.0}, {}), own) == 5
     assert guards.shared_tokens(stage(fewer, classes=((0, 1),)), own) == 4
     with pytest.raises(ValueError, match=r"ends at 4 and has no token \[4\]; leave them out"):
-        guards.check_source(
-            f"hf:{fewer}", "teachers.a", own, teaches=True, stop_token_classes=((0, 4),)
-        )
         guards.shared_tokens(stage(fewer, classes=((0, 4),)), own)
 
 
@@ -218,10 +218,7 @@ def test_a_teacher_counts_the_students_tokens_before_anything_is_trained():
     guards.check_teacher(narrowed, "teachers.a", C, 20)
 
 
-def test_padding_is_no_part_of_a_checkpoints_identity():
+def test_padding_is_no_part_of_an_exported_model():
     """A folder of a model says nothing of its tokens: export and import know nothing of them."""
-    from opd_jax.models import hf_config
-
-    assert hf_config.render(PADDED, None, "float32") == hf_config.render(
-        ModelConfig(**(dataclasses.asdict(PADDED) | {"num_tokens": None})), None, "float32"
-    )
+    whole = ModelConfig(**(dataclasses.asdict(PADDED) | {"num_tokens": None}))
+    assert hf_config.render(PADDED, None, "float32") == hf_config.render(whole, None, "float32")
