@@ -228,7 +228,7 @@ class _Runner:
         if domain not in self.reports:
             d = self.x.domains[domain]
             data_dir = str(epath.Path(self.x.runtime.data_dir).expanduser())
-            splits, self.reports[domain] = domains.load_splits(d, data_dir)
+            splits, self.reports[domain] = domains.load_splits(d, data_dir, self.pool.for_loading())
             for name, problems in splits.items():
                 filled = prompt_data.fill_template(problems, d.template)
                 self.problems[domain, name] = self.fitting(domain, name, filled)
