@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from opd_jax import domains, guards, report, rewards, teacher_prompts, train
+from opd_jax import domains, guards, report, rewards, teacher_prompts, train, vocabulary
 from opd_jax.algorithms import Context, Teacher
 from opd_jax.config import Experiment, Stage
 from opd_jax.core import sharding, tree
@@ -137,7 +137,7 @@ class _Runner:
         quotas = prompt_data.quotas(stage.domains, stage.prompts)
         guards.check_ranges(stage, field, quotas, guards.batch_shards(self.mesh))
         params, base = self.weights.initial(name)
-        shared = guards.shared_tokens(stage, self.tokenizer)
+        shared = vocabulary.shared_tokens(stage, self.tokenizer)
         trained = config.of_tokens(shared)
         teachers = self.teachers(name, shared)
         for domain, teacher in teachers.items():
@@ -189,14 +189,14 @@ class _Runner:
     def lay_out(self, name: str) -> None:
         """Finds how the teachers of a stage read its problems, and whether they can."""
         stage = self.x.stages[name]
-        shared = guards.shared_tokens(stage, self.tokenizer)
+        shared = vocabulary.shared_tokens(stage, self.tokenizer)
         for domain, spec in stage.teachers.items():
             where, problems = f"stages.{name}.teachers.{domain}", self.load(domain, "train")
             reader = teacher_prompts.reader(self.x, stage, domain, self.tokenizer)
-            guards.check_reader(where, reader, self.tokenizer, stage.opd.stop_token_classes)
+            vocabulary.check_reader(where, reader, self.tokenizer, stage.opd.stop_token_classes)
             layout = prompt_data.own_layout(problems, self.tokenizer, reader, self.x.prompt_buckets)
             if layout is None:
-                guards.check_readable(problems, self.tokenizer, shared, where)
+                vocabulary.check_readable(problems, self.tokenizer, shared, where)
             else:
                 self.layouts[name, domain] = layout
                 theirs, ours = (

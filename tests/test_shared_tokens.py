@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from opd_jax import guards, losses, scoring, steps
+from opd_jax import guards, losses, scoring, steps, vocabulary
 from opd_jax.algorithms import Teacher
 from opd_jax.config import OpdSettings, Stage
 from opd_jax.core import sharding
@@ -188,13 +188,13 @@ def test_t10_the_shared_vocabulary_ends_where_the_first_one_does(tmp_path):
     own = tokenizer.load(str(hf_folder(tmp_path / "own")))  # 5 tokens.
     more = hf_folder(tmp_path / "more", words="abcd")
     fewer = hf_folder(tmp_path / "fewer", words="ab")
-    assert guards.shared_tokens(stage(tmp_path / "own"), own) == 5
-    assert guards.shared_tokens(stage(more), own) == 5
-    assert guards.shared_tokens(stage(more, fewer), own) == 4
-    assert guards.shared_tokens(Stage("grpo", "scratch", {"a": 1.0}, {}), own) == 5
-    assert guards.shared_tokens(stage(fewer, classes=((0, 1),)), own) == 4
+    assert vocabulary.shared_tokens(stage(tmp_path / "own"), own) == 5
+    assert vocabulary.shared_tokens(stage(more), own) == 5
+    assert vocabulary.shared_tokens(stage(more, fewer), own) == 4
+    assert vocabulary.shared_tokens(Stage("grpo", "scratch", {"a": 1.0}, {}), own) == 5
+    assert vocabulary.shared_tokens(stage(fewer, classes=((0, 1),)), own) == 4
     with pytest.raises(ValueError, match=r"ends at 4 and has no token \[4\]; leave them out"):
-        guards.shared_tokens(stage(fewer, classes=((0, 4),)), own)
+        vocabulary.shared_tokens(stage(fewer, classes=((0, 4),)), own)
 
 
 def test_t10_a_prompt_that_the_teacher_cannot_read_is_refused(tmp_path):
@@ -203,10 +203,10 @@ def test_t10_a_prompt_that_the_teacher_cannot_read_is_refused(tmp_path):
     def prompt(text):
         return [Problem("d", 1, 1, text, "a", {})]
 
-    guards.check_readable(prompt("c"), own, 5, "teachers.a")
-    guards.check_readable(prompt("b"), own, 4, "teachers.a")
+    vocabulary.check_readable(prompt("c"), own, 5, "teachers.a")
+    vocabulary.check_readable(prompt("b"), own, 4, "teachers.a")
     with pytest.raises(ValueError, match=r"teachers\.a: .* problem 1 .* token 4 \('c'\), .* at 4;"):
-        guards.check_readable(prompt("c"), own, 4, "teachers.a")
+        vocabulary.check_readable(prompt("c"), own, 4, "teachers.a")
 
 
 def test_a_teacher_counts_the_students_tokens_before_anything_is_trained():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from opd_jax import algorithms, guards, ledger, losses, pipeline, steps, teacher_prompts
+from opd_jax import algorithms, guards, ledger, losses, pipeline, steps, teacher_prompts, vocabulary
 from opd_jax import config as config_lib
 from opd_jax.config import OpdSettings, SftSettings
 from opd_jax.core import rng, sharding
@@ -142,7 +142,7 @@ def test_the_student_itself_behind_another_prompt_has_something_to_say(mesh):
 
 
 @pytest.mark.slow
-def test_eight_devices_read_the_same(mesh, mesh_2x2x2):
+def test_d09_eight_devices_read_the_same(mesh, mesh_2x2x2):
     found = {}
     for where in (mesh, mesh_2x2x2):
         with jax.set_mesh(where):
@@ -353,9 +353,9 @@ def test_d19_a_declared_template_must_end_where_the_student_stops(tmp_path):
     with pytest.raises(
         ValueError, match=rf"teachers\.a: .*'<end>'.*classes=\(\({stop}, {end}\),\)"
     ):
-        guards.check_reader("teachers.a", reader, student, ())
-    guards.check_reader("teachers.a", reader, student, ((stop, end),))
-    guards.check_reader("teachers.a", student, student, ())
+        vocabulary.check_reader("teachers.a", reader, student, ())
+    vocabulary.check_reader("teachers.a", reader, student, ((stop, end),))
+    vocabulary.check_reader("teachers.a", student, student, ())
 
 
 # From a config to a trained student.
