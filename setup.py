@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-CONVERT = ["gguf>=0.10", "transformers>=4.56", "torch>=2.4"]
+CONVERT = ["gguf>=0.10", "peft>=0.17", "transformers>=4.56", "torch>=2.4"]
 MATH = ["math-verify>=0.9"]
 REASONING = ["reasoning-gym>=0.1.25"]
 TEST = ["gguf>=0.10", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.9", *MATH, *REASONING]

@@ -37,6 +37,7 @@ class Teacher:
     config: ModelConfig
     params: Params | None  # None: the student itself ("self"), or no model ("fixed_negative").
     manifest: dict[str, Any]  # Where it comes from and what it cost; saved with each checkpoint.
+    layout: prompt_data.Layout | None = None  # Of its own prompts; None: it reads the student's.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ def opd(
     if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
         groups, names = [steps.fixed_negative_step(whole)], [""]
     else:
-        groups, names = _taught(ctx, params, whole, length_P, length_B, book)
+        groups, names = _taught(ctx, params, problems, whole, length_P, length_B, book)
     # The reward only informs: it is waited for after the update has been dispatched.
     collect = functools.partial(_marked_facts, ctx, known, marks)
     return Batch(groups, names, length_P, length_B, collect)
@@ -156,7 +157,7 @@ def sft(
 ) -> Batch:  # fmt: skip
     """Given completions: the domain's solutions, or rollouts of the teachers made on the spot."""
     if ctx.stage.sft.source == "teacher":
-        rollout, text_B, known = _teacher_rollouts(ctx, prompt, step, book)
+        rollout, text_B, known, read_P = _teacher_rollouts(ctx, problems, prompt, step, book)
         marks = ctx.verifiers.submit(problems, text_B)
         keep_B = np.ones(len(text_B), bool)
         if ctx.stage.sft.reject_wrong:
@@ -181,7 +182,7 @@ def sft(
             gone = ~keep_B[start * n : stop * n]
             flops = ledger.decode(
                 ctx.teachers[domain].config,
-                np.repeat(length_P[start:stop], n)[gone],
+                np.repeat(read_P[start:stop], n)[gone],
                 length_B[start * n : stop * n][gone],
             )
             book.discard("generation", flops)
@@ -222,57 +223,75 @@ def _sample(ctx, params, prompt, step, book):
     return rollout, texts(ctx.tokenizer, rollout), known
 
 
-def _taught(ctx, params, whole, length_P, length_B, book):
-    """The batch in one group per domain, each with what its teacher says; and the groups' names."""
+def _taught(ctx, params, problems, whole, length_P, length_B, book):
+    """The batch in one group per domain, each with what its teacher says; and the groups' names.
+
+    A teacher with prompts of its own reads the same completions behind them. Its scores stand in
+    the completions' columns, which no prompt's length moves; the student's rows stay as they are.
+    """
     settings, n = loss_settings(ctx.stage), whole.rollout.samples
     groups = []
     for domain, (start, stop) in ctx.ranges.items():
         teacher = ctx.teachers[domain]
         part = whole if len(ctx.ranges) == 1 else steps.make_take_step(start, stop)(whole)
         teacher_params = params if teacher.params is None else teacher.params
+        rollout, prompt_P = part.rollout, length_P[start:stop]
+        if teacher.layout is not None:
+            prompt = teacher.layout.encode(problems[start:stop])
+            rollout = rollout.replace(prompt=sharding.put(ctx.mesh, prompt))
+            prompt_P = prompt.length_P
+        scorer = teacher.config
         if settings.kind == "sampled_token":
             score = steps.make_score_step(
-                teacher.config, settings.temperature, settings.top_k, settings.stop_token_classes
+                scorer, settings.temperature, settings.top_k, settings.stop_token_classes
             )
-            part = part.replace(teacher=score(teacher_params, part.rollout))
+            part = part.replace(teacher=score(teacher_params, rollout))
         else:
-            hidden = steps.make_hidden_step(teacher.config)
+            hidden = steps.make_hidden_step(scorer)
+            # What the loss unembeds is as wide as the student's logits: see scoring.fit_rows.
+            scorer = scorer.replace(vocab_size=ctx.config.vocab_size)
             # The table is copied where it is the student's own: the update donates that buffer.
             table_VD = transformer.unembedding(teacher_params)
             part = part.replace(
-                teacher_hidden_BRD=hidden(teacher_params, part.rollout),
+                teacher_hidden_BRD=hidden(teacher_params, rollout),
                 teacher_table_VD=table_VD.copy() if teacher.params is None else table_VD,
                 teacher_softcap=teacher.config.final_softcap,
             )
         rows = slice(start * n, stop * n)
-        book.add(
-            "teacher_score", ledger.score(teacher.config, length_P[start:stop], length_B[rows])
-        )
+        book.add("teacher_score", ledger.score(scorer, prompt_P, length_B[rows]))
         groups.append(part)
     return groups, list(ctx.ranges)
 
 
-def _teacher_rollouts(ctx, prompt, step, book):
-    """Rollouts of each domain's teacher, joined in row order."""
-    parts, n = [], ctx.stage.sampling.samples
+def _teacher_rollouts(ctx, problems, prompt, step, book):
+    """Rollouts of each domain's teacher behind the student's prompts, joined in row order.
+
+    Also their texts, what is known of them, and the lengths `[P]` of the prompts that the teachers
+    read to make them.
+    """
+    parts, read, n = [], [], ctx.stage.sampling.samples
     prompt = jax.tree.map(np.asarray, prompt)
     for domain, (start, stop) in ctx.ranges.items():
         teacher = ctx.teachers[domain]
         some = jax.tree.map(lambda x, rows=slice(start, stop): x[rows], prompt)
-        some = sharding.put(ctx.mesh, some)
+        own = some
+        if teacher.layout is not None:
+            own = teacher.layout.encode(problems[start:stop]).replace(stop_PS=some.stop_PS)
         generate = steps.make_rollout_step(teacher.config, ctx.stage.sampling)
-        part, _ = generate(teacher.params, some, rng.stream(ctx.seed, "generate", step))
-        parts.append(part)
-    rollout = steps.join_step(parts)
+        key = rng.stream(ctx.seed, "generate", step)
+        part, _ = generate(teacher.params, sharding.put(ctx.mesh, own), key)
+        parts.append(part.replace(prompt=sharding.put(ctx.mesh, some)))
+        read.append(own.length_P)
+    rollout, read_P = steps.join_step(parts), np.concatenate(read)
     ctx.check("generation")
     known = _known(prompt, rollout)
     for domain, (start, stop) in ctx.ranges.items():
-        config, length_P = ctx.teachers[domain].config, known.length_P[start:stop]
-        flops = ledger.prefill(config, length_P)
+        config, length_P = ctx.teachers[domain].config, read_P[start:stop]
         rows = slice(start * n, stop * n)
+        flops = ledger.prefill(config, length_P)
         flops += ledger.decode(config, np.repeat(length_P, n), known.length_B[rows])
         book.add("generation", flops)
-    return rollout, texts(ctx.tokenizer, rollout), known
+    return rollout, texts(ctx.tokenizer, rollout), known, read_P
 
 
 def _known(prompt: PromptBatch, rollout: Rollout) -> Known:

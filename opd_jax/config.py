@@ -70,7 +70,9 @@ class DomainSettings(Source):
 class ChatSettings(ChatOptions):
     """Whether and how prompts are laid out as a conversation; see data/templates.py."""
 
-    template: str = ""  # "own": the tokenizer's; a folder or .jinja file; "": prompts are bare.
+    # "own": the tokenizer's, of an hf: teacher its folder's; a folder or .jinja file; "": prompts
+    # are bare. Of a teacher also "student": it reads the student's prompts, token for token.
+    template: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +169,9 @@ class Stage:
     init: str  # "scratch" | "stage:NAME[@STEP]" | "hf:DIR" | "orbax:DIR".
     domains: dict[str, float]  # Name -> weight; weights are shares of each batch, sum 1.
     teachers: dict[str, str]  # Domain -> teacher (see teachers.py); {} where none is needed.
+    # Domain -> how its teacher's prompts are laid out (see teacher_prompts.py). Domains left out:
+    # by an hf: teacher's own template, or by the student's where it has none.
+    teacher_chat: dict[str, ChatSettings] = dataclasses.field(default_factory=dict)
     model: str = "student"  # A key of `models`.
     # Budget: updates at most (rollouts, with several updates each). 0: nothing is trained, only
     # measured; such a stage makes weights from outside the report's baseline.

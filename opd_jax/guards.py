@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from opd_jax import config, steps
+from opd_jax import config, steps, vocabulary
 from opd_jax.algorithms import Context, Teacher
 from opd_jax.config import Experiment, Stage, one_of
 from opd_jax.core import rng, sharding
@@ -17,6 +17,7 @@ from opd_jax.infra import checkpoint
 from opd_jax.models import hf
 from opd_jax.models.config import ModelConfig
 from opd_jax.objectives import aggregate, estimators, grpo, opd
+from opd_jax.teacher_prompts import STUDENT
 from opd_jax.teachers import CONTROLS, parse
 
 # Largest |difference| of a token's log-prob between sampler and scorer, by dtype of the matmuls.
@@ -123,6 +124,7 @@ def _check_sources(x: Experiment, name: str) -> None:
         sources[f"{field}.teachers.{domain}"] = parse(spec, f"{field}.teachers.{domain}")
         if s.algorithm == "sft" and spec in ("self", "fixed_negative"):
             raise ValueError(f"{field}.teachers.{domain}={spec!r}: cannot generate completions")
+    _check_teacher_chat(s, field)
     specs = set(s.teachers.values())
     if "fixed_negative" in specs and (len(specs) > 1 or s.opd.loss != "sampled"):
         raise ValueError(
@@ -138,6 +140,20 @@ def _check_sources(x: Experiment, name: str) -> None:
             f"{field}.model={s.model!r}: {field}.init={s.init!r} has the weights of model "
             f"{x.stages[init.name].model!r}, which is another; name that one"
         )
+
+
+def _check_teacher_chat(s: Stage, field: str) -> None:
+    """How teachers' prompts are laid out: of teachers that there are, and without contradiction."""
+    for domain, chat in s.teacher_chat.items():
+        where = f"{field}.teacher_chat.{domain}"
+        one_of(f"{field}.teacher_chat", domain, s.teachers)
+        if s.teachers[domain] == "fixed_negative":
+            raise ValueError(f"{where}: the control 'fixed_negative' reads nothing; leave it out")
+        if chat.template in ("", STUDENT) and (chat.system or chat.thinking != "default"):
+            raise ValueError(
+                f"{where}: system={chat.system!r}, thinking={chat.thinking!r} mean nothing with "
+                f"template={chat.template!r}; name a template, e.g. 'own', or leave them out"
+            )
 
 
 def _same_shape(x: Experiment, one: str, other: str) -> bool:
@@ -243,15 +259,23 @@ def check_teacher(
     student: ModelConfig,
     columns: int,
 ) -> None:
-    """A teacher must have the student's vocabulary and be able to see every row to its end."""
+    """A teacher must speak of the student's tokens and be able to see every row to its end."""
     if teacher.params is None:
         return
     check_length(teacher.config, f"{field} (the teacher)", columns)
-    if teacher.config.vocab_size != student.vocab_size:
+    theirs, ours = teacher.config.tokens, student.tokens
+    if theirs != ours:
         raise ValueError(
-            f"{field}: the teacher's vocabulary has {teacher.config.vocab_size} rows, the "
-            f"student's {student.vocab_size}; they must be the same for log-probs to be compared"
+            f"{field}: the teacher's vocabulary has {theirs} tokens, the student's {ours}; they "
+            "must be the same for log-probs to be compared"
         )
+
+
+def check_window(spec: str, field: str, columns: int) -> None:
+    """`check_length` of a teacher from outside, before any stage is trained."""
+    source = parse(spec, field)
+    if source.kind == "hf":
+        check_length(hf.read_config(source.name), f"{field} (the teacher)", columns)
 
 
 def check_source(
@@ -263,6 +287,8 @@ def check_source(
     stop_token_classes: Sequence[Sequence[int]] = (),
 ) -> None:
     """Weights from outside: they must be there, and speak of the student's tokens.
+
+    A teacher's vocabulary may end sooner or later than the student's: see vocabulary.py.
 
     Args:
       spec: an `init` or a teacher, as teachers.py describes them.
@@ -278,41 +304,13 @@ def check_source(
     try:
         if source.kind == "hf":
             hf.read_config(source.name)
-            _check_hf_tokens(source.name, tokenizer, teaches, stop_token_classes)
+            vocabulary.check_folder(source.name, tokenizer, teaches, stop_token_classes)
         elif source.kind == "orbax":
             meta = checkpoint.load_meta(source.name, source.step)
             if meta["tokenizer"] != tokenizer.fingerprint():
                 raise ValueError("it was trained with another tokenizer than this experiment's")
     except (ValueError, OSError, checkpoint.CheckpointError) as error:
         raise ValueError(f"{field}={spec!r}: {error}") from error
-
-
-def _check_hf_tokens(
-    folder: str,
-    tokenizer: tokenizers.Tokenizer,
-    teaches: bool,
-    stop_token_classes: Sequence[Sequence[int]],
-) -> None:
-    other = tokenizers.load(folder)
-    if difference := tokenizers.first_difference(tokenizer, other):
-        raise ValueError(f"its tokenizer differs from the experiment's: {difference}")
-    theirs, ours = (set(joined(t.stop_ids, stop_token_classes)) for t in (other, tokenizer))
-    if teaches and theirs != ours:
-        both = tuple(dict.fromkeys((*tokenizer.stop_ids, *other.stop_ids)))
-        raise ValueError(
-            f"the teacher stops at tokens {sorted(other.stop_ids)}, the student at "
-            f"{sorted(tokenizer.stop_ids)}: a teacher that never rewards the student's stop makes "
-            "completions grow without end; if they mean the same, say so with "
-            f"opd.stop_token_classes=({both},), or give both the same eos_token_id in "
-            "generation_config.json"
-        )
-
-
-def joined(ids: Sequence[int], classes: Sequence[Sequence[int]]) -> list[int]:
-    """Each token of a class as the class's first."""
-    first = {token: token for token in ids}
-    first |= {token: members[0] for members in classes for token in members}
-    return [first[token] for token in ids]
 
 
 def check_ratio(ctx: Context, params: Params, prompt: PromptBatch) -> float:

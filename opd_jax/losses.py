@@ -107,16 +107,21 @@ def group_loss(
     table_VD, teacher_table_VD = jax.sharding.reshard(
         (transformer.unembedding(params), group.teacher_table_VD), sharding.spec("vocab", "act")
     )
+    if teacher_table_VD is not None:
+        teacher_table_VD = scoring.fit_rows(teacher_table_VD, table_VD.shape[0])
     tile = TILES[settings.kind]
 
     def terms(hidden_BCD: jax.Array, columns: Columns) -> Terms:
-        z_BCV = scoring.logits(hidden_BCD, table_VD, settings.temperature, config.final_softcap)
+        z_BCV = scoring.logits(
+            hidden_BCD, table_VD, settings.temperature, config.final_softcap, config.num_tokens
+        )
         if "teacher_hidden" in columns:
             teacher_z_BCV = scoring.logits(
                 columns["teacher_hidden"],
                 teacher_table_VD,
                 settings.temperature,
                 group.teacher_softcap,
+                config.num_tokens,  # The student's: what both can say.
             )
             columns = columns | {"teacher_logits": teacher_z_BCV}
         return tile(z_BCV, columns, settings)

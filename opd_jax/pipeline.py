@@ -16,8 +16,8 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from opd_jax import domains, guards, report, rewards, train
-from opd_jax.algorithms import Context
+from opd_jax import domains, guards, report, rewards, teacher_prompts, train, vocabulary
+from opd_jax.algorithms import Context, Teacher
 from opd_jax.config import Experiment, Stage
 from opd_jax.core import sharding, tree
 from opd_jax.data import prompts as prompt_data
@@ -103,10 +103,13 @@ class _Runner:
         self.tokenizer = load_tokenizer(experiment)
         self.models: dict[str, ModelConfig] = {}
         for name, settings in experiment.models.items():
-            self.models[name] = model_config(settings, self.tokenizer.vocab_size)
-            guards.check_model(self.models[name], name, self.tokenizer)
+            model = model_config(settings, self.tokenizer.vocab_size)
+            guards.check_model(model, name, self.tokenizer)
+            self.models[name] = model.of_tokens(self.tokenizer.vocab_size)
         self.weights = Weights(experiment, directory, mesh, self.models)
         self.problems: dict[tuple[str, str], list[Problem]] = {}
+        # By stage and domain, where a teacher reads prompts of its own.
+        self.layouts: dict[tuple[str, str], prompt_data.Layout] = {}
         self.reports: dict[str, Any] = {}  # Domain -> what its splits had in common.
 
     def check(self) -> None:
@@ -129,24 +132,27 @@ class _Runner:
             for domain in stage.domains:
                 for split in SPLITS:
                     self.load(domain, split)
+            self.lay_out(name)
         self.pool.check([p for problems in self.problems.values() for p in problems])
 
     def run(self, name: str) -> None:
         """Prepares one stage, checks it on the real weights, and trains it."""
         x, stage = self.x, self.x.stages[name]
         field, config = f"stages.{name}", self.weights.config(name)
-        columns = max(x.prompt_buckets) + stage.sampling.max_new_tokens
-        guards.check_length(config, field, columns)
+        guards.check_length(config, field, self.columns(name))
         quotas = prompt_data.quotas(stage.domains, stage.prompts)
         guards.check_ranges(stage, field, quotas, guards.batch_shards(self.mesh))
         params, base = self.weights.initial(name)
-        teachers = self.weights.teachers(name)
+        shared = vocabulary.shared_tokens(stage, self.tokenizer)
+        trained = config.of_tokens(shared)
+        teachers = self.teachers(name, shared)
         for domain, teacher in teachers.items():
-            guards.check_teacher(teacher, f"{field}.teachers.{domain}", config, columns)
+            where = f"{field}.teachers.{domain}"
+            guards.check_teacher(teacher, where, trained, self.columns(name, domain))
         context = Context(
             stage=stage,
             seed=x.seed,
-            config=config,
+            config=trained,
             mesh=self.mesh,
             tokenizer=self.stopping(stage),
             ranges=ranges(quotas),
@@ -180,6 +186,49 @@ class _Runner:
         )
         train.run(job, self.stop)
 
+    def columns(self, name: str, domain: str = "") -> int:
+        """Tokens of the longest row that a stage's student, or a domain's teacher, may see."""
+        own = self.layouts[name, domain].buckets if (name, domain) in self.layouts else ()
+        room = self.x.stages[name].sampling.max_new_tokens
+        return max(own or self.x.prompt_buckets) + room
+
+    def lay_out(self, name: str) -> None:
+        """Finds how the teachers of a stage read its problems, and whether they can."""
+        stage = self.x.stages[name]
+        shared = vocabulary.shared_tokens(stage, self.tokenizer)
+        for domain, spec in stage.teachers.items():
+            where, problems = f"stages.{name}.teachers.{domain}", self.load(domain, "train")
+            reader = teacher_prompts.reader(self.x, stage, domain, self.tokenizer)
+            vocabulary.check_reader(where, reader, self.tokenizer, stage.opd.stop_token_classes)
+            layout = prompt_data.own_layout(problems, self.tokenizer, reader, self.x.prompt_buckets)
+            if layout is None:
+                vocabulary.check_readable(problems, self.tokenizer, shared, where)
+            else:
+                self.layouts[name, domain] = layout
+                theirs, ours = (
+                    t.encode_prompt(problems[0].prompt) for t in (reader, self.tokenizer)
+                )
+                logging.info(
+                    "%s reads prompts of its own, e.g. %r where the student reads %r",
+                    where, "".join(reader.pieces(theirs)), "".join(self.tokenizer.pieces(ours)),
+                )  # fmt: skip
+            guards.check_window(spec, where, self.columns(name, domain))
+
+    def teachers(self, name: str, shared: int) -> dict[str, Teacher]:
+        """A stage's teachers by domain, each with how it reads, all with the same tokens."""
+        stage, found = self.x.stages[name], {}
+        for domain, teacher in self.weights.teachers(name).items():
+            layout, manifest = None, teacher.manifest
+            if (name, domain) in self.layouts:
+                layout = self.layouts[name, domain]
+                chat = teacher_prompts.settings(self.x, stage, domain)
+                manifest = manifest | {"chat": dataclasses.asdict(chat)}
+            config = teacher.config.of_tokens(shared)
+            found[domain] = dataclasses.replace(
+                teacher, config=config, layout=layout, manifest=manifest
+            )
+        return found
+
     def load(self, domain: str, split: str) -> list[Problem]:
         """The problems of a domain that fit the prompt buckets; those that do not are counted."""
         if domain not in self.reports:
@@ -187,7 +236,8 @@ class _Runner:
             data_dir = str(epath.Path(self.x.runtime.data_dir).expanduser())
             # Built on first use, in a folder that processes may share.
             with distributed.writer_first(f"problems of {domain}"):
-                splits, self.reports[domain] = domains.load_splits(d, data_dir)
+                splits, report = domains.load_splits(d, data_dir, self.pool.for_loading())
+            self.reports[domain] = report
             for name, problems in splits.items():
                 filled = prompt_data.fill_template(problems, d.template)
                 self.problems[domain, name] = self.fitting(domain, name, filled)

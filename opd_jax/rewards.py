@@ -15,6 +15,7 @@ holds and all get all marks, so that no limit can make hosts disagree.
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +34,7 @@ from opd_jax import domains
 from opd_jax.core import hosts
 from opd_jax.data.problem import Problem
 from opd_jax.domains import sandbox
-from opd_jax.domains.answers import VerifierSettings
+from opd_jax.domains.answers import Verifier, VerifierSettings
 
 STATUSES = ("wrong", "right", "limit", "crash", "error")
 _PATIENCE = 5.0  # Seconds that a worker has to end by itself.
@@ -70,7 +72,7 @@ class Verdicts:
 
     right_B: np.ndarray  # fp32, 1 or 0; 0 also where a limit ran out or the verifier failed.
     valid_B: np.ndarray  # bool, False where the verifier itself raised: nobody knows.
-    counts: dict[str, float]  # For the metrics; empty if no isolated verifier was needed.
+    counts: dict[str, float]  # For the metrics; empty if no verifier was isolated and none failed.
 
 
 class Marks:
@@ -127,7 +129,8 @@ class Marks:
             "verifier_errors": float(np.sum(failed_B)),
         }
         right_B = (status_B == STATUSES.index("right")).astype(np.float32)
-        return Verdicts(right_B, ~error_B, counts if self._isolated else {})
+        counted = self._isolated or failed_B.any()
+        return Verdicts(right_B, ~error_B, counts if counted else {})
 
 
 class Pool:
@@ -180,8 +183,11 @@ class Pool:
             problem, text = problems[row // n], text_B[row]
             if domains.is_isolated(problem):
                 pending[row] = self._send(problem, text)
-            else:
+                continue
+            try:
                 status_B[row] = domains.verify(problem, text)  # STATUSES: wrong, right.
+            except Exception:  # It promised not to; this row alone is lost, and counted.
+                pending[row] = _failed(traceback.format_exc(limit=-6))
         return Marks(status_B, pending, own_B, any(map(domains.is_isolated, problems)))
 
     def check(self, problems: Sequence[Problem]) -> None:
@@ -203,6 +209,22 @@ class Pool:
             level = logging.INFO if found.enough else logging.WARNING
             logging.log(level, "%s", found.describe())
 
+    def for_loading(self) -> dict[str, Verifier]:
+        """domains.VERIFIERS to load problems with: isolated ones check answers in a worker.
+
+        A gold answer can hang what parses it. Then its `check`, or the `verify` of its solution,
+        raises the ValueError to which loading adds file and line, as it does for a broken one.
+        """
+        guarded = {
+            name: verifier._replace(
+                check=functools.partial(self._check, name),
+                verify=functools.partial(self._verify, name),
+            )
+            for name, verifier in self._verifiers.items()
+            if verifier.isolated
+        }
+        return {**domains.VERIFIERS, **guarded}
+
     def close(self) -> None:
         """Ends all workers and what they run; rows that are not marked yet never will be."""
         self._closed = True
@@ -214,8 +236,25 @@ class Pool:
             worker.thread.join()
         self._workers = []
 
+    def _check(self, name: str, answer: str) -> None:
+        if not self._verify(name, answer, None):
+            self._verifiers[name].check(answer)  # It raises at once, and its error says it best.
+
+    def _verify(self, name: str, answer: str, completion: str | None) -> bool:
+        self._verifiers[name].prepare()
+        reply = self._submit(_Task(name, answer, completion)).result()
+        if reply["status"] in ("right", "wrong"):
+            return reply["status"] == "right"
+        last = reply["text"].strip().rpartition("\n")[2]
+        raise ValueError(
+            f"{name} answer {answer[:80]!r} cannot be marked against, {reply['status']}: {last} "
+            f"(verifiers.seconds={self.settings.seconds}, memory_mb={self.settings.memory_mb})"
+        )
+
     def _send(self, problem: Problem, text: str) -> concurrent.futures.Future:
-        task = _Task(domains.verifier_name(problem), problem.answer, text)
+        return self._submit(_Task(domains.verifier_name(problem), problem.answer, text))
+
+    def _submit(self, task: "_Task") -> concurrent.futures.Future:
         if len(self._workers) < self.size:
             self._workers.append(_Worker(self))
         self._tasks.put(task)
@@ -226,12 +265,19 @@ class Pool:
 class _Task:
     verifier: str
     answer: str
-    completion: str
+    completion: str | None  # None: only check the answer.
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
     def line(self) -> bytes:
         fields = {"verifier": self.verifier, "answer": self.answer, "completion": self.completion}
         return json.dumps(fields).encode() + b"\n"
+
+
+def _failed(text: str) -> concurrent.futures.Future:
+    """The reply for a row whose verifier raised."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_result({"status": "error", "text": text})
+    return future
 
 
 class _Worker:

@@ -104,6 +104,11 @@ def sample(
         layout = sharding.spec("batch", *(None,) * (len(shape) - 1))
         return jnp.zeros(shape, dtype, out_sharding=layout)
 
+    def logits(hidden_BD: jax.Array) -> jax.Array:
+        return scoring.logits(
+            hidden_BD[:, None], table_VD, softcap=config.final_softcap, tokens=config.num_tokens
+        )[:, 0]
+
     def choose(z_BV: jax.Array, s: DecodeState) -> DecodeState:
         """Draws the tokens of column t from their logits and records them."""
         token_B, logp_B = draw(z_BV, keys_B, s.t, sampling)
@@ -132,7 +137,7 @@ def sample(
         hidden_BD, cache = transformer.decode(
             params, layers, config, s.token_B, s.t, length_B, s.cache, prefix
         )
-        z_BV = scoring.logits(hidden_BD[:, None], table_VD, softcap=config.final_softcap)[:, 0]
+        z_BV = logits(hidden_BD)
         return choose(z_BV, s.replace(t=s.t + 1, cache=cache))
 
     state = DecodeState(
@@ -145,7 +150,7 @@ def sample(
         mask_BR=zeros(bool, B, R),
         stopped_B=zeros(bool, B),
     )
-    first_PV = scoring.logits(last_PD[:, None], table_VD, softcap=config.final_softcap)[:, 0]
+    first_PV = logits(last_PD)
     first_BV = jnp.repeat(first_PV, n, axis=0, out_sharding=sharding.spec("batch", "vocab"))
     state = jax.lax.while_loop(unfinished, advance, choose(first_BV, state))
     rollout = Rollout(

@@ -31,11 +31,13 @@ def logits(
     table_VD: jax.Array,
     temperature: float = 1.0,
     softcap: float | None = None,
+    tokens: int | None = None,
 ) -> jax.Array:
     """fp32 logits `[B, C, V]` of some columns, divided by the temperature; vocabulary-sharded.
 
     With a softcap (ModelConfig.final_softcap) the model's logits are `cap * tanh(z / cap)`; the
-    temperature divides these.
+    temperature divides these. Ids from `tokens` on (ModelConfig.num_tokens) have no probability,
+    and their rows of the table no gradient: what is left is renormalised by any softmax.
 
     Raises:
       ValueError: the temperature is not positive.
@@ -53,7 +55,24 @@ def logits(
     )
     if softcap is not None:
         z_BCV = softcap * jnp.tanh(z_BCV / softcap)
-    return z_BCV if temperature == 1.0 else z_BCV / temperature
+    if temperature != 1.0:
+        z_BCV = z_BCV / temperature
+    if tokens is None:
+        return z_BCV
+    return jnp.where((np.arange(z_BCV.shape[-1]) < tokens)[None, None, :], z_BCV, _NEVER)
+
+
+def fit_rows(table_VD: jax.Array, rows: int) -> jax.Array:
+    """A teacher's table with as many rows as the student's: cut, or filled up with zeros.
+
+    Rows of zeros are no tokens: the caller gives `logits` the number of real ones.
+    """
+    if table_VD.shape[0] == rows:
+        return table_VD
+    # Both tables are parted over the same shards, so that nearly every row moves.
+    table_VD = jax.sharding.reshard(table_VD, sharding.spec(None, "act"))[:rows]
+    table_VD = jnp.pad(table_VD, ((0, rows - table_VD.shape[0]), (0, 0)))
+    return jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
 
 
 Classes = tuple[tuple[int, ...], ...]  # Tokens of one meaning, e.g. two ways to end a turn.
@@ -156,6 +175,7 @@ def score(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
+    tokens: int | None = None,
     top_k: int = 0,
     classes: Classes = (),
     tile_rows: int | None = None,
@@ -168,6 +188,7 @@ def score(
       tokens_BR: int32 ids to score.
       temperature: logits are divided by it, as the sampler divides them; a number, not traced.
       softcap: the model's final_softcap.
+      tokens: the model's num_tokens.
       top_k: size of the top-k set to report; 0 for none. No gradient flows into it.
       classes: tokens that count as one, see `join_logits`.
       tile_rows: positions per tile; None chooses by the size of the vocabulary.
@@ -180,7 +201,8 @@ def score(
     table_VD = jax.sharding.reshard(table_VD, sharding.spec("vocab", "act"))
 
     def tile(hidden_BCD, tokens_BC):
-        z_BCV = join_logits(logits(hidden_BCD, table_VD, temperature, softcap), classes)
+        z_BCV = logits(hidden_BCD, table_VD, temperature, softcap, tokens)
+        z_BCV = join_logits(z_BCV, classes)
         return score_logits(z_BCV, join_tokens(tokens_BC, classes), top_k)
 
     return map_tiles(tile, (hidden_BRD, tokens_BR), table_VD.shape[0], tile_rows)

@@ -83,6 +83,7 @@ def make_score_step(
             rollout.tokens_BR,
             temperature=temperature,
             softcap=config.final_softcap,
+            tokens=config.num_tokens,
             top_k=top_k,
             classes=classes,
         )

@@ -12,7 +12,7 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {
     "bring_your_own_problems.md": 5,
     "bring_your_own_verifier.md": 3,
-    "bring_your_own_model.md": 2,
+    "bring_your_own_model.md": 3,
     "launch.md": 0,  # Commands: tests/test_launch.py.
 }
 

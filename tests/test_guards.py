@@ -267,7 +267,7 @@ def test_d14_a_teacher_with_too_short_a_context_is_refused():
 
 
 def test_a_teacher_with_another_vocabulary_size_is_refused():
-    with pytest.raises(ValueError, match=r"teachers\.a: .* has 40 rows, the student's 32"):
+    with pytest.raises(ValueError, match=r"teachers\.a: .* has 40 tokens, the student's 32"):
         teacher_check(config=tiny.CONFIG.replace(vocab_size=40))
 
 
@@ -282,13 +282,29 @@ def source_check(spec, own, *, teaches=True):
     guards.check_source(spec, "stages.merge.teachers.a", own, teaches=teaches)
 
 
-def test_a_teacher_with_other_tokens_is_refused(tmp_path):
+def test_t12_a_teacher_with_other_tokens_is_refused(tmp_path):
     own = tokenizer.load(str(hf_folder(tmp_path / "student")))
     other = hf_folder(tmp_path / "teacher", words=("a", "c", "b"))
-    for teaches in (True, False):
-        with pytest.raises(ValueError, match=r"teachers\.a=.* token 3 is 'b' .* 'c' in the second"):
+    for teaches, message in (
+        (True, r"2 of 5 token ids mean .* \(id: student / teacher\) 3: 'b' / 'c', 4: 'c'"),
+        (False, "token 3 is 'b' .* 'c' in the second"),
+    ):
+        with pytest.raises(ValueError, match=rf"teachers\.a=.*{message}"):
             source_check(f"hf:{other}", own, teaches=teaches)
     source_check(f"hf:{hf_folder(tmp_path / 'equal')}", own)
+
+
+def test_t10_a_teachers_vocabulary_may_end_elsewhere_and_an_inits_may_not(tmp_path):
+    own = tokenizer.load(str(hf_folder(tmp_path / "student")))
+    for name, words in (("more", ("a", "b", "c", "d")), ("fewer", ("a", "b"))):
+        other = hf_folder(tmp_path / name, words=words)
+        source_check(f"hf:{other}", own)
+        with pytest.raises(ValueError, match="vocabulary sizes are 5 and"):
+            source_check(f"hf:{other}", own, teaches=False)
+    # A teacher that lacks the student's stop could never reward it.
+    last = tokenizer.load(str(hf_folder(tmp_path / "last", stop=(4,))))
+    with pytest.raises(ValueError, match=r"stops at \['c'\] \(ids \[4\]\), .* ends at 4"):
+        source_check(f"hf:{tmp_path / 'fewer'}", last)
 
 
 def test_d19_a_teacher_with_other_stop_tokens_is_refused(tmp_path):

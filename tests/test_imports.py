@@ -19,7 +19,7 @@ LAYERS = (
     ("algorithms",),
     ("evaluate",),
     ("infra",),
-    ("train", "teachers", "guards"),
+    ("train", "teachers", "teacher_prompts", "vocabulary", "guards"),
     ("pipeline", "report"),
     ("points", "main", "sweep"),
 )

@@ -1,6 +1,7 @@
 """Rewards: the pool of verifiers with its limits, the terms, and what training makes of them."""
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from opd_jax import algorithms, domains, ledger, rewards
 from opd_jax.config import GrpoSettings, Stage
 from opd_jax.core import sharding
 from opd_jax.data.problem import Problem
+from opd_jax.domains import jsonl as jsonl_domain
 from opd_jax.domains import worker
 from opd_jax.domains.answers import Verifier, VerifierSettings
 from opd_jax.objectives.grpo import group_advantages
@@ -271,6 +273,143 @@ def test_r18_what_a_worker_makes_of_exceptions():
     assert "KeyError: 'x'" in reply["text"]
     for error in (MemoryError(), TimeoutError("output"), domains.sandbox.OutOfLimits("CPU time")):
         assert worker.mark(raises(error), "", "")["status"] == "limit"
+
+
+EIGHT = Sampling(samples=8, max_new_tokens=4, temperature=0.9)
+
+
+def by_grpo(mesh, verifiers, problems=None):
+    """GRPO's batch on eight samples of each prompt."""
+    context = test_algorithms.context(mesh)
+    stage = dataclasses.replace(context.stage, sampling=EIGHT)
+    context = dataclasses.replace(context, stage=stage, verifiers=verifiers)
+    params, placed = tiny.params(mesh, batches.CONFIG), sharding.put(mesh, test_algorithms.prompt())
+    problems = problems or test_algorithms.problems()
+    return algorithms.grpo(context, params, problems, placed, 5, ledger.Ledger())
+
+
+def failing_at(lost, isolated, monkeypatch):
+    """A pool whose verifier raises on one row: here, or in a worker."""
+    pool, submit, verify, calls = rewards.Pool(), rewards.Pool.submit, domains.verify, []
+
+    def in_worker(problems, texts):
+        marks = submit(pool, problems, texts)
+        marks._pending[lost] = concurrent.futures.Future()
+        marks._pending[lost].set_result(worker.mark(raises(KeyError("x")), "", ""))
+        return marks
+
+    def here(problem, text):
+        calls.append(text)
+        if len(calls) == lost + 1:
+            raise KeyError("x")
+        return verify(problem, text)
+
+    monkeypatch.setattr(*((pool, "submit", in_worker) if isolated else (domains, "verify", here)))
+    return pool
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_r18_through_grpo_one_row_of_eight_is_left_out_and_counted(
+    mesh, isolated, caplog, monkeypatch
+):
+    plain = by_grpo(mesh, rewards.Pool())
+    right = plain.groups[0].advantage_BR[:, 0] > 0
+    group = next(p for p in range(8) if 1 < right[8 * p : 8 * p + 8].sum() < 7)
+    lost = 8 * group + int(np.argmax(right[8 * group : 8 * group + 8]))
+    with caplog.at_level("WARNING", logger="absl"):
+        batch = by_grpo(mesh, failing_at(lost, isolated, monkeypatch))
+    assert batch.facts["verifier_errors"] == 1
+    assert "KeyError: 'x'" in caplog.text
+    advantage_B = np.asarray(batch.groups[0].advantage_BR[:, 0])
+    assert advantage_B[lost] == pytest.approx(0, abs=1e-6)
+    # Its siblings are compared among themselves; all other groups are as they were.
+    rows = np.arange(8 * group, 8 * group + 8)
+    siblings = np.asarray(right, np.float32)[rows[rows != lost]]
+    want = siblings - siblings.mean()
+    scale = advantage_B[rows[rows != lost]] / want
+    np.testing.assert_allclose(scale, scale[0], rtol=1e-4)
+    others = np.setdiff1d(np.arange(64), rows)
+    np.testing.assert_array_equal(
+        advantage_B[others], np.asarray(plain.groups[0].advantage_BR[:, 0])[others]
+    )
+    assert np.asarray(plain.groups[0].advantage_BR[lost, 0]) > 0.1  # Control.
+
+
+def test_r18_through_grpo_a_verifier_that_always_raises_stops_the_run_in_that_step(mesh, pool):
+    """In real workers: a gold answer that loading would have refused."""
+    broken = [
+        dataclasses.replace(p, verifier="python", answer="{") for p in test_algorithms.problems()
+    ]
+    with pytest.raises(rewards.VerifierError, match=r"(?s)failed on all 64 .*Error: .*answer"):
+        by_grpo(mesh, pool, broken)
+
+
+def test_r18_a_verifier_of_ones_own_that_raises_here_costs_its_row(monkeypatch):
+    """Those that are not isolated promise not to raise; training does not believe it."""
+
+    def verify(answer, completion):
+        return int(completion) == int(answer)
+
+    monkeypatch.setitem(domains.VERIFIERS, "integer", Verifier(verify, lambda answer: None))
+    found = rewards.Pool().submit([INTEGER], ["5", "five", "6"]).result()
+    np.testing.assert_array_equal(found.right_B, [1, 0, 0])
+    np.testing.assert_array_equal(found.valid_B, [True, False, True])
+    assert found.counts == {"verifier_timeouts": 0, "verifier_errors": 1}
+    with pytest.raises(rewards.VerifierError, match=r"(?s)all 2 completions:.*ValueError: invalid"):
+        rewards.Pool().submit([INTEGER], ["five", "six"]).result()
+
+
+# Gold answers, when problems are loaded.
+
+
+def jsonl(tmp_path, *answers):
+    """A file whose first two lines are good, the second of them empty."""
+    rows = [{"prompt": f"p{i}", "answer": a, "verifier": "math"} for i, a in enumerate(answers)]
+    lines = [
+        json.dumps({"prompt": "p", "answer": "1", "verifier": "math"}),
+        "",
+        *map(json.dumps, rows),
+    ]
+    (path := tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    return path
+
+
+HANGS = r"\binom{1000000}{500000}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (HANGS, r"math answer .*binom.* cannot be marked against, limit: CPU time \(verifiers.sec"),
+        (r"\frac{1}{", "cannot be parsed"),
+        ("", "is empty"),
+    ],
+)
+def test_r15_r18_a_gold_answer_that_hangs_or_cannot_be_parsed_names_file_and_line(
+    pool, tmp_path, answer, message
+):
+    path = jsonl(tmp_path, "2", answer, "3")
+    with pytest.raises(ValueError, match=rf"^{path}, line 4: .*{message}"):
+        domains.load(f"jsonl:{path}", "train", [1], "", verifiers=pool.for_loading())
+
+
+def test_r15_a_solution_that_hangs_names_file_and_line(pool, tmp_path):
+    path, row = jsonl(tmp_path), {"prompt": "q", "answer": r"2\sqrt{2}", "verifier": "math"}
+    row["solutions"] = {"terse": TOWER}
+    path.write_text(path.read_text() + "\n" + json.dumps(row))
+    with pytest.raises(ValueError, match=rf"^{path}, line 3: .*limit: "):
+        domains.load(f"jsonl:{path}", "train", [1], "", verifiers=pool.for_loading())
+
+
+def test_good_answers_load_as_they_do_without_limits(pool, tmp_path):
+    path = jsonl(tmp_path, *map(str, range(30)), r"\sqrt{2}")
+    for split in domains.SPLITS:
+        guarded, plain = (
+            jsonl_domain.load("m", str(path), table)
+            for table in (pool.for_loading(), domains.VERIFIERS)
+        )
+        assert guarded[split] == plain[split]
+    assert pool.for_loading()["integer"] is domains.VERIFIERS["integer"]
 
 
 def test_r14_r18_a_row_that_nobody_could_mark_has_no_advantage():

@@ -219,6 +219,40 @@ def encode_prompts(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one reader of problems, say a teacher, wants its prompts."""
+
+    tokenizer: Tokenizer  # Lays them out.
+    buckets: tuple[int, ...]  # See `encode_prompts`.
+
+    def encode(self, problems: Sequence[Problem]) -> PromptBatch:
+        """The problems as `encode_prompts` makes them; `domain_P` counts their own domains."""
+        names = sorted({p.domain for p in problems})
+        return encode_prompts(problems, names, self.tokenizer, buckets=self.buckets)
+
+
+def own_layout(
+    problems: Sequence[Problem], student: Tokenizer, teacher: Tokenizer, buckets: Sequence[int]
+) -> Layout | None:
+    """How a teacher reads problems; None if all its prompts are the student's.
+
+    Args:
+      problems: all that it will ever read.
+      student: lays out the student's prompts.
+      teacher: lays out the teacher's.
+      buckets: the student's. Where the teacher's longest prompt fits none, it gets one of its own:
+        a problem is never left out for what the teacher puts around it.
+    """
+    if teacher is student:
+        return None
+    theirs = [prompt_tokens(p, teacher) for p in problems]
+    if all(prompt_tokens(p, student) == ids for p, ids in zip(problems, theirs, strict=True)):
+        return None
+    longest = max(map(len, theirs))
+    return Layout(teacher, (*buckets, *([longest] if longest > max(buckets) else [])))
+
+
 def encode_solutions(
     problems: Sequence[Problem], style: str, tokenizer: Tokenizer, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

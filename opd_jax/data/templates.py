@@ -100,6 +100,21 @@ def read(path: epath.PathLike) -> ChatTemplate:
     Raises:
       ValueError: there is none, or it is no valid template.
     """
+    found = find(path)
+    if found is None:
+        raise ValueError(
+            f"{path}: no chat template; give a folder with chat_template.jinja, or with a "
+            "chat_template in tokenizer_config.json, or the path of a .jinja file"
+        )
+    return found
+
+
+def find(path: epath.PathLike) -> ChatTemplate | None:
+    """The same as `read`, or None where there is no template.
+
+    Raises:
+      ValueError: it is no valid template.
+    """
     path = epath.Path(path)
     folder = path if path.is_dir() else path.parent
     beside = folder / "tokenizer_config.json"
@@ -111,10 +126,7 @@ def read(path: epath.PathLike) -> ChatTemplate:
     else:
         source, where = _listed(own.get("chat_template")), beside
     if source is None:
-        raise ValueError(
-            f"{folder}: no chat template; give a folder with chat_template.jinja, or with a "
-            "chat_template in tokenizer_config.json, or the path of a .jinja file"
-        )
+        return None
     try:
         _compile(source)
     except jinja2.TemplateError as error:
@@ -122,6 +134,56 @@ def read(path: epath.PathLike) -> ChatTemplate:
     texts = {key: own.get(key) for key in _SPECIAL_KEYS}
     texts = {key: t["content"] if isinstance(t, dict) else t for key, t in texts.items()}
     return ChatTemplate(source, {k: t for k, t in texts.items() if t is not None}, str(where))
+
+
+def end_of_turn(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """The special token that a template writes behind an assistant's answer, if any.
+
+    A model that was trained with the template ends its answers with it, whatever it reads.
+    """
+    return _Dialogue(tokenizer, template, ChatOptions()).end_of_turn()
+
+
+class _Dialogue:
+    """Conversations as texts and special tokens in a row."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, options: ChatOptions):
+        self._template, self._options, self.special = template, options, tokenizer.special
+
+    def conversation(self, text: str) -> list[dict[str, str]]:
+        """A problem as messages."""
+        system = self._options.system
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, {"role": "user", "content": text}]
+
+    def parts(self, messages, add_generation_prompt: bool) -> list[str | int]:
+        """The rendered conversation, cut at the special tokens that the template wrote."""
+        contents = [m["content"] for m in messages]
+        disguise = _Disguise(self.special, contents)
+        for_answers = _Disguise([t for t in self.special if t not in THOUGHTS], contents)
+        hidden = {"assistant": for_answers.on}
+        rendered = self._template.render(
+            [{**m, "content": hidden.get(m["role"], disguise.on)(m["content"])} for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            thinking=self._options.thinking,
+        )
+        parts = self.cut(rendered, self.special)
+        return [disguise.off(p) if isinstance(p, str) else p for p in parts]
+
+    def cut(self, text: str, at: Iterable[str]) -> list[str | int]:
+        """A text cut at some special tokens' texts."""
+        found = re.split(f"({_any_of(t for t in at if t in self.special)})", text)
+        return [self.special[t] if i % 2 else t for i, t in enumerate(found) if t]
+
+    def end_of_turn(self) -> int | None:
+        """The special token that the template writes behind an assistant's answer, if any."""
+        question, answer = "0", "1"
+        parts = self.parts(
+            [*self.conversation(question), {"role": "assistant", "content": answer}], False
+        )
+        texts = [i for i, part in enumerate(parts) if isinstance(part, str) and answer in part]
+        ends = [p for p in parts[texts[-1] + 1 :] if isinstance(p, int)] if texts else []
+        return ends[0] if ends else None
 
 
 class ChatTokenizer:
@@ -137,16 +199,23 @@ class ChatTokenizer:
         Raises:
           ValueError: the template loses a message, or nothing ends the assistant's turn.
         """
-        self._tokenizer, self._template, self._options = tokenizer, template, options
+        self._tokenizer, self._dialogue = tokenizer, _Dialogue(tokenizer, template, options)
+        self.where, self._system = template.where, options.system
         self.vocab_size = tokenizer.vocab_size
         self.pad_id, self.bos_id = tokenizer.pad_id, tokenizer.bos_id
         self.special = tokenizer.special
-        self.stop_ids = tuple(dict.fromkeys((self._end_of_turn(), *tokenizer.stop_ids)))
+        end = self._dialogue.end_of_turn()
+        if end is None:
+            raise ValueError(
+                f"chat template {template.where}: no special token follows an assistant's answer, "
+                "so a model could never learn to stop; is it of another tokenizer?"
+            )
+        self.stop_ids = tuple(dict.fromkeys((end, *tokenizer.stop_ids)))
         self._check_messages()
 
     def encode_prompt(self, text: str) -> list[int]:
         """See Tokenizer: the conversation up to where the assistant's answer begins."""
-        return self.encode_chat(self._conversation(text))
+        return self.encode_chat(self._dialogue.conversation(text))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
@@ -157,7 +226,7 @@ class ChatTokenizer:
           messages: as in ChatTemplate.render; no message's text becomes a special token.
           add_generation_prompt: end with what precedes an assistant's answer.
         """
-        parts = self._parts(messages, add_generation_prompt)
+        parts = self._dialogue.parts(messages, add_generation_prompt)
         ids = self._tokenizer.encode_parts(parts)
         if self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -177,7 +246,7 @@ class ChatTokenizer:
             {"role": "assistant", "content": answer},
             {"role": "user", "content": "d"},
         ]
-        written = self.encode_parts(self._cut(answer, THOUGHTS))
+        written = self.encode_parts(self._dialogue.cut(answer, THOUGHTS))
         read = [*self.encode_chat(before), *written, self.stop_ids[0]]
         return self.encode_chat(after)[: len(read)] == read
 
@@ -202,52 +271,12 @@ class ChatTokenizer:
         """See Tokenizer: of the vocabulary alone."""
         return self._tokenizer.fingerprint()
 
-    def _conversation(self, text: str) -> list[dict[str, str]]:
-        system = self._options.system
-        first = [{"role": "system", "content": system}] if system else []
-        return [*first, {"role": "user", "content": text}]
-
-    def _parts(self, messages, add_generation_prompt: bool) -> list[str | int]:
-        """The rendered conversation, cut at the special tokens that the template wrote."""
-        contents = [m["content"] for m in messages]
-        disguise = _Disguise(self.special, contents)
-        for_answers = _Disguise([t for t in self.special if t not in THOUGHTS], contents)
-        hidden = {"assistant": for_answers.on}
-        rendered = self._template.render(
-            [{**m, "content": hidden.get(m["role"], disguise.on)(m["content"])} for m in messages],
-            add_generation_prompt=add_generation_prompt,
-            thinking=self._options.thinking,
-        )
-        parts = self._cut(rendered, self.special)
-        return [disguise.off(p) if isinstance(p, str) else p for p in parts]
-
-    def _cut(self, text: str, at: Iterable[str]) -> list[str | int]:
-        """A text cut at some special tokens' texts."""
-        found = re.split(f"({_any_of(t for t in at if t in self.special)})", text)
-        return [self.special[t] if i % 2 else t for i, t in enumerate(found) if t]
-
-    def _end_of_turn(self) -> int:
-        """The special token that the template writes behind an assistant's answer."""
-        question, answer = "0", "1"
-        parts = self._parts(
-            [*self._conversation(question), {"role": "assistant", "content": answer}], False
-        )
-        texts = [i for i, part in enumerate(parts) if isinstance(part, str) and answer in part]
-        ends = [p for p in parts[texts[-1] + 1 :] if isinstance(p, int)] if texts else []
-        if not ends:
-            raise ValueError(
-                f"chat template {self._template.where}: no special token follows an assistant's "
-                "answer, so a model could never learn to stop; is it of another tokenizer?"
-            )
-        return ends[0]
-
     def _check_messages(self) -> None:
         shown = self.decode(self.encode_prompt("a question"))
-        for text in (self._options.system, "a question"):
+        for text in (self._system, "a question"):
             if text.strip() not in shown:
                 raise ValueError(
-                    f"chat template {self._template.where} leaves a message out: {text!r} is not "
-                    f"in {shown!r}"
+                    f"chat template {self.where} leaves a message out: {text!r} is not in {shown!r}"
                 )
 
 

@@ -144,6 +144,7 @@ def load(
     path: str = "",
     options: Mapping[str, Mapping[str, Any]] | None = None,
     size: int = 2000,
+    verifiers: Mapping[str, Verifier] | None = None,
 ) -> Problems:
     """The problems of one split of a source.
 
@@ -156,13 +157,15 @@ def load(
       path: of a published set.
       options: of a reasoning-gym task, by level.
       size: problems per level, where a package makes them.
+      verifiers: check gold answers and solutions; None: VERIFIERS, which no limit stops.
 
     Raises:
       ValueError: unknown domain, split or level, a bad file, or no problem is left.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; one of {', '.join(SPLITS)}")
-    kept = _of_levels(spec, split, levels, data_dir, path, options or {}, size)
+    table = VERIFIERS if verifiers is None else verifiers
+    kept = _of_levels(spec, split, levels, data_dir, path, options or {}, size, table)
     if not kept:
         raise ValueError(
             f"domain {spec!r} has no {split} problem of levels {list(levels)}"
@@ -171,12 +174,15 @@ def load(
     return Problems(kept)
 
 
-def load_splits(source: Source, data_dir: str) -> tuple[dict[str, Problems], dict[str, Any]]:
+def load_splits(
+    source: Source, data_dir: str, verifiers: Mapping[str, Verifier] | None = None
+) -> tuple[dict[str, Problems], dict[str, Any]]:
     """All splits of a domain, no problem in two of them, and a report of what was taken out.
 
     Args:
       source: where from.
       data_dir: where datasets are stored.
+      verifiers: as in `load`.
 
     Returns:
       The problems by split, and overlap.separate's report.
@@ -189,8 +195,9 @@ def load_splits(source: Source, data_dir: str) -> tuple[dict[str, Problems], dic
         other = split == "test" and (s.test_source or s.test_path)
         spec, path = (s.test_source or s.source, s.test_path) if other else (s.source, s.path)
         splits[split] = load(
-            spec, split, s.levels, data_dir, path=path, options=s.options, size=s.size
-        )
+            spec, split, s.levels, data_dir, path=path, options=s.options, size=s.size,
+            verifiers=verifiers,
+        )  # fmt: skip
     by_key = s.source in DOMAINS or s.source.startswith(_TEMPLATED)
     kept, report = overlap.separate(splits, 0.0 if by_key else s.near_duplicates)
     for split, problems in kept.items():
@@ -202,12 +209,13 @@ def load_splits(source: Source, data_dir: str) -> tuple[dict[str, Problems], dic
     return {split: Problems(problems) for split, problems in kept.items()}, report
 
 
-def _of_levels(spec, split, levels, data_dir, path, options, size) -> list[Problem]:
+def _of_levels(spec, split, levels, data_dir, path, options, size, verifiers) -> list[Problem]:
     """The problems of a split and some levels; ValueError if a level is unknown."""
     if spec in DOMAINS:
         splits, known = {split: builder.load(spec, DOMAINS[spec], data_dir, split)}, builder.LEVELS
     else:
-        splits, known = _published(spec, levels, data_dir, path, options, size), None
+        splits = _published(spec, levels, data_dir, path, options, size, verifiers)
+        known = None
     known = sorted(known or {p.level for part in splits.values() for p in part})
     unknown = [level for level in levels if level not in known]
     if unknown:
@@ -215,11 +223,11 @@ def _of_levels(spec, split, levels, data_dir, path, options, size) -> list[Probl
     return [p for p in splits[split] if p.level in levels]
 
 
-def _published(spec, levels, data_dir, path, options, size) -> dict[str, list[Problem]]:
+def _published(spec, levels, data_dir, path, options, size, verifiers) -> dict[str, list[Problem]]:
     """All splits of a source that is no procedural domain of ours."""
     name, _, part = spec.partition(":")
     if spec.startswith(_JSONL):
-        return jsonl.load(spec, part, VERIFIERS)
+        return jsonl.load(spec, part, verifiers)
     if spec.startswith(_REASONING):
         recipe = reasoning.recipe(part, levels, options, size)
     elif spec.startswith(_MATHEMATICS) and not path:
@@ -231,9 +239,9 @@ def _published(spec, levels, data_dir, path, options, size) -> dict[str, list[Pr
                 "(opd_jax/domains/sets.py says which)"
             )
         if (epath.Path(path) / "dataset_info.json").exists():
-            found = sets.prepared(name, path, VERIFIERS)
+            found = sets.prepared(name, path, verifiers)
             return {s: [dataclasses.replace(p, domain=spec) for p in found[s]] for s in SPLITS}
-        recipe = sets.recipe(name, path, VERIFIERS, part)
+        recipe = sets.recipe(name, path, verifiers, part)
     else:
         names = ", ".join([*sets.SETS, "jsonl:PATH", "reasoning:TASK", "mathematics:MODULE"])
         raise ValueError(f"unknown domain {spec!r}; {did_you_mean(spec, DOMAINS)}, {names}")

@@ -11,7 +11,7 @@ program left behind: on Linux this process inherits every orphan below it, and k
 
 Lines of JSON in, {"verifier", "answer", "completion"}, and out, {"status", "text"}; statuses:
 
-- "right", "wrong": what the verifier said.
+- "right", "wrong": what the verifier said; with no completion, whether the answer can be used.
 - "limit": time, output or memory ran out: the completion's fault, worth 0.
 - "crash": the solver died of it: worth 0, counted as an error.
 - "error": the verifier raised: nobody's answer; text is the traceback.
@@ -142,15 +142,26 @@ class Solver:
         os._exit(0)
 
 
-def mark(verifier: Verifier, answer: str, completion: str) -> dict[str, str]:
-    """What a verifier says, as a reply."""
+def mark(verifier: Verifier, answer: str, completion: str | None) -> dict[str, str]:
+    """What a verifier says, as a reply; without a completion, of the answer itself."""
     try:
-        right = verifier.verify(answer, completion)
+        right = (
+            _checks(verifier, answer) if completion is None else verifier.verify(answer, completion)
+        )
     except (TimeoutError, MemoryError) as error:
         return {"status": "limit", "text": str(error) or "memory"}
     except Exception:
         return {"status": "error", "text": traceback.format_exc(limit=-6)}
     return {"status": "right" if right else "wrong", "text": ""}
+
+
+def _checks(verifier: Verifier, answer: str) -> bool:
+    """Whether an answer is one that can be marked against."""
+    try:
+        verifier.check(answer)
+    except ValueError:
+        return False
+    return True
 
 
 def wall_seconds(verifier: Verifier, settings: VerifierSettings) -> float:

@@ -108,6 +108,9 @@ class ModelConfig:
     scale_embeddings: bool = False  # Embeddings are multiplied by the root of D.
     activation: str = "silu"  # Of the gate, one of ACTIVATIONS.
     lora: Lora | None = None  # Deltas that are trained in place of the weights; see models/lora.py.
+    num_tokens: int | None = (
+        None  # Rows from here on are no tokens, see `of_tokens`; None: all are.
+    )
 
     def __post_init__(self):
         # As JSON gives them back out of a checkpoint.
@@ -178,6 +181,24 @@ class ModelConfig:
     def replace(self, **changes) -> "ModelConfig":
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def tokens(self) -> int:
+        """Ids that get probability."""
+        return self.vocab_size if self.num_tokens is None else self.num_tokens
+
+    def of_tokens(self, count: int) -> "ModelConfig":
+        """A copy that gives probability to the first `count` ids of its vocabulary alone.
+
+        The rows beyond pad the table to a round size (Qwen: 151,665 tokens in 151,936 rows): they
+        are never sampled and no softmax, top-k or loss sees them, so their values mean nothing.
+
+        Raises:
+          ValueError: the model has fewer rows.
+        """
+        if not 0 < count <= self.vocab_size:
+            raise ValueError(f"{count} tokens for a model of {self.vocab_size} rows")
+        return self.replace(num_tokens=count if count < self.vocab_size else None)
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:

@@ -321,7 +321,7 @@ def _rope_scaling_block(s: RopeScaling) -> dict[str, Any]:
 
 
 # What may differ from the source of a model: it is ours to choose.
-_FREE = ("dtype", "remat", "max_length", "tie_embeddings")
+_FREE = ("dtype", "remat", "max_length", "tie_embeddings", "num_tokens")
 
 
 def _differences(theirs: ModelConfig, ours: ModelConfig, name: str) -> list[str]:
