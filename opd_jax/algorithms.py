@@ -110,7 +110,7 @@ def grpo(
     reward_B, terms = rewards.combine(ctx.stage.reward, verdicts.right_B, text_B, length_B, limit)
     shape = len(problems), -1
     reward_Pn = rewards.neutral(reward_B.reshape(shape), verdicts.valid_B.reshape(shape))
-    signal = steps.make_grpo_step(ctx.stage.grpo, *_weighing(ctx.stage))
+    signal = steps.make_grpo_step(ctx.stage.grpo, *weighing(ctx.stage))
     group, constant_P = signal(rollout, sharding.put(ctx.mesh, reward_Pn), reference_logp_BR)
     facts = _facts(ctx, rollout, length_B, reward_Pn.reshape(-1), terms) | verdicts.counts
     same_P = reward_Pn.min(axis=1) == reward_Pn.max(axis=1)
@@ -130,7 +130,7 @@ def opd(
     rollout, text_B = _sample(ctx, params, prompt, step, book)
     marks = ctx.verifiers.submit(problems, text_B)
     length_P, length_B = _lengths(prompt, rollout)
-    whole = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, None)
+    whole = steps.make_weigh_step(*weighing(ctx.stage))(rollout, None)
     if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
         groups, names = [steps.fixed_negative_step(whole)], [""]
     else:
@@ -174,7 +174,7 @@ def sft(
                 length_B[start * n : stop * n][gone],
             )
             book.discard("generation", flops)
-    group = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
+    group = steps.make_weigh_step(*weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
     kept = {"kept": float(keep_B.mean())}
     collect = functools.partial(_marked_facts, ctx, rollout, length_B, marks, kept)
     return Batch([group], [""], length_P, length_B, collect)
@@ -262,7 +262,7 @@ def _lengths(prompt: PromptBatch, rollout: Rollout) -> tuple[np.ndarray, np.ndar
     return np.asarray(prompt.length_P), np.asarray(rollout.length_B)
 
 
-def _weighing(stage: Stage) -> tuple[str, float | None, bool]:
+def weighing(stage: Stage) -> tuple[str, float | None, bool]:
     constant = float(stage.sampling.max_new_tokens)
     uses_constant = stage.aggregation == "constant-norm"
     return stage.aggregation, constant if uses_constant else None, stage.mask_truncated
