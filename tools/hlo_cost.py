@@ -203,11 +203,21 @@ def _read(module: Module, computation: Computation, source: Instruction, array: 
             total += _read(module, computation, user, array)
         elif user.opcode == "fusion":
             inner = module.computations[user.called["calls"]]
-            which = user.operands.index(source.name)
-            total += _read(module, inner, _parameters(inner)[which], array)
+            parameter = _parameters(inner)[user.operands.index(source.name)]
+            total += _read(module, inner, parameter, array)
+            if _origin(inner) == parameter:  # It only renames what those who use it read.
+                total += _read(module, computation, user, array)
         else:
             total += _read_by(module, user, computation, source.name)
     return min(total, array.bytes)
+
+
+def _origin(computation: Computation) -> Instruction:
+    """What a computation's result is but for its shape."""
+    found = next(i for i in computation.values() if i.is_root)
+    while found.opcode in _PLUMBING and found.operands[0] in computation:
+        found = computation[found.operands[0]]
+    return found
 
 
 def _read_by(module: Module, user: Instruction, of: Computation, operand: str) -> int:
