@@ -44,6 +44,11 @@ class Program:
     held_bytes: int  # On one device: what stays there meanwhile, and is no argument.
 
     @property
+    def title(self) -> str:
+        """What it is, in one line."""
+        return f"{self.kind}: {self.label}"
+
+    @property
     def key(self) -> tuple[int, str]:
         """Equal for programs that compile to the same."""
         return id(self.step), str(jax.tree.map(lambda x: (x.shape, x.dtype), self.arguments))
@@ -103,6 +108,11 @@ def model_config(settings: ModelSettings, vocab_size: Callable[[], int]) -> Mode
     return published_config(settings.hf).replace(dtype=settings.dtype, remat=settings.remat)
 
 
+def vocabulary(x: Experiment) -> int:
+    """Tokens of the experiment's tokenizer: only a preset needs to know."""
+    return tokenizers.load(x.tokenizer).vocab_size
+
+
 def published_config(folder: str) -> ModelConfig:
     """The shape of the model in a Hugging Face folder: from its config.json, or by its name.
 
@@ -144,7 +154,7 @@ def _grpo(stage, models, prompt, key, mesh) -> list[Program]:
         score = steps.make_score_step(models.config, stage.sampling.temperature, 0)
         arguments = (models.reference, rollout)
         reference_logp = _result(mesh, score, *arguments).logp_BR
-        flops = ledger.score(models.config, *_lengths(prompt, stage.sampling))
+        flops = ledger.score(models.config, *full_lengths(prompt, stage.sampling))
         held = models.held(models.reference)
         programs.append(Program("score", "reference", (), score, arguments, flops, 0.0, held))
     reward = _array(mesh, (stage.prompts, stage.sampling.samples), jnp.float32, "batch", None)
@@ -176,7 +186,7 @@ def _taught(stage, models, domain, part: Group, mesh) -> tuple[Program, Group, f
     settings = loss_settings(stage)
     spec, config, own = models.teachers[domain]
     params = models.policy if own is None else own
-    rows = _lengths(part.rollout.prompt, stage.sampling)
+    rows = full_lengths(part.rollout.prompt, stage.sampling)
     held, flops = models.held(params), ledger.score(config, *rows)
     if settings.kind == "sampled_token":
         step = steps.make_score_step(
@@ -216,7 +226,7 @@ def _sft(stage, models, prompt, key, mesh) -> list[Program]:
 
 def _rollout(kind, config, params, sampling, prompt, key, models: _Models) -> Program:
     step = steps.make_rollout_step(config, sampling)
-    length_P, length_B = _lengths(prompt, sampling)
+    length_P, length_B = full_lengths(prompt, sampling)
     flops = ledger.prefill(config, length_P)
     flops += ledger.decode(config, np.repeat(length_P, sampling.samples), length_B)
     label = f"{len(length_B)} rows, {length_P[0]} + {sampling.max_new_tokens} tokens"
@@ -229,7 +239,7 @@ def _update(stage: Stage, models: _Models, groups: list[Group], prompt, heads: f
         models.config, stage.optimizer, stage.steps * stage.updates_per_rollout,
         loss_settings(stage), stage.micro_batches,
     )  # fmt: skip
-    rows = _lengths(prompt, stage.sampling)
+    rows = full_lengths(prompt, stage.sampling)
     # Of a teacher that has weights of its own, the table is among the arguments.
     own = {spec: params for spec, _, params in models.teachers.values() if params is not None}
     given = any(g.teacher_table_VD is not None for g in groups)
@@ -248,7 +258,7 @@ def _update(stage: Stage, models: _Models, groups: list[Group], prompt, heads: f
 
 def _models(x: Experiment, name: str, mesh: jax.sharding.Mesh) -> _Models:
     stage, config = x.stages[name], _stage_config(x, name)
-    whole = _params(config, mesh)
+    whole = parameters(config, mesh)
     base, trained = lora.split(whole) if config.lora else (None, whole)
     base = None if base is None else tree_as(base, config.dtype)
     updates = stage.steps * stage.updates_per_rollout
@@ -267,7 +277,7 @@ def _models(x: Experiment, name: str, mesh: jax.sharding.Mesh) -> _Models:
 
 def _stage_config(x: Experiment, name: str) -> ModelConfig:
     stage = x.stages[name]
-    config = model_config(x.models[stage.model], lambda: tokenizers.load(x.tokenizer).vocab_size)
+    config = model_config(x.models[stage.model], lambda: vocabulary(x))
     return config.replace(lora=stage.lora.deltas())
 
 
@@ -279,14 +289,14 @@ def _teacher(x, name, domain, spec, mesh) -> tuple[ModelConfig, Params | None]:
         return student, None
     if source.kind == "random":
         config = student.replace(lora=None)
-        return config, _params(config, mesh)
+        return config, parameters(config, mesh)
     if source.kind == "stage":
         config = _stage_config(x, source.name)
     elif source.kind == "hf":
         config = published_config(source.name).replace(dtype=student.dtype)
     else:
         config = teachers.saved_config(source.name, source.step)
-    return config, tree_as(_params(config, mesh), config.dtype)
+    return config, tree_as(parameters(config, mesh), config.dtype)
 
 
 def tree_as(shapes: Params, dtype: str) -> Params:
@@ -296,7 +306,8 @@ def tree_as(shapes: Params, dtype: str) -> Params:
     )
 
 
-def _params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+def parameters(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """Shapes and layouts of a model's fp32 parameters."""
     shapes = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -319,7 +330,7 @@ def _array(mesh, shape, dtype, *names) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.sharding(mesh, *names))
 
 
-def _lengths(prompt: PromptBatch, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+def full_lengths(prompt: PromptBatch, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of a full batch: of its prompts, and of its completions."""
     P, L = prompt.tokens_PL.shape
     return np.full(P, L), np.full(P * sampling.samples, sampling.max_new_tokens)
