@@ -13,6 +13,7 @@ PAGES = {
     "bring_your_own_problems.md": 5,
     "bring_your_own_verifier.md": 3,
     "bring_your_own_model.md": 2,
+    "tpu_pods.md": 0,
 }
 
 

@@ -84,10 +84,11 @@ def of_experiment(x: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
     merged: dict[tuple[int, str], Program] = {}
     for name in x.plan:
         for program in _of_stage(x, name, mesh):
-            same = merged.pop(program.key, None)
-            if same is not None:
+            if program.key in merged:
+                same = merged[program.key]
                 held = max(same.held_bytes, program.held_bytes)
-                program = dataclasses.replace(same, stages=(*same.stages, name), held_bytes=held)
+                stages = tuple(dict.fromkeys((*same.stages, name)))
+                program = dataclasses.replace(same, stages=stages, held_bytes=held)
             merged[program.key] = program
     return list(merged.values())
 
