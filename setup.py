@@ -37,6 +37,7 @@ setup(
     ],
     extras_require={
         "tpu": ["jax[tpu]>=0.10"],
+        "aot": ["jax[tpu]>=0.10"],  # The TPU compiler, on a machine without TPUs: tools/aot.py.
         "gpu": ["jax[cuda13]>=0.10"],
         "test": TEST,
         "math": MATH,

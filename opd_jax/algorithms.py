@@ -121,7 +121,7 @@ def grpo(
     reward_B, terms = rewards.combine(ctx.stage.reward, verdicts.right_B, text_B, length_B, limit)
     shape = len(problems), -1
     reward_Pn = rewards.neutral(reward_B.reshape(shape), verdicts.valid_B.reshape(shape))
-    signal = steps.make_grpo_step(ctx.stage.grpo, *_weighing(ctx.stage))
+    signal = steps.make_grpo_step(ctx.stage.grpo, *weighing(ctx.stage))
     group, constant_P = signal(rollout, sharding.put(ctx.mesh, reward_Pn), reference_logp_BR)
     facts = _facts(ctx, known, reward_Pn.reshape(-1), terms) | verdicts.counts
     same_P = reward_Pn.min(axis=1) == reward_Pn.max(axis=1)
@@ -141,7 +141,7 @@ def opd(
     rollout, text_B, known = _sample(ctx, params, prompt, step, book)
     marks = ctx.verifiers.submit(problems, text_B)
     length_P, length_B = known.length_P, known.length_B
-    whole = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, None)
+    whole = steps.make_weigh_step(*weighing(ctx.stage))(rollout, None)
     if loss_settings(ctx.stage).kind == "policy_gradient":  # The control that has no teacher.
         groups, names = [steps.fixed_negative_step(whole)], [""]
     else:
@@ -186,7 +186,7 @@ def sft(
                 length_B[start * n : stop * n][gone],
             )
             book.discard("generation", flops)
-    group = steps.make_weigh_step(*_weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
+    group = steps.make_weigh_step(*weighing(ctx.stage))(rollout, sharding.put(ctx.mesh, keep_B))
     kept = {"kept": float(keep_B.mean())}
     collect = functools.partial(_marked_facts, ctx, known, marks, kept)
     return Batch([group], [""], length_P, length_B, collect)
@@ -300,7 +300,7 @@ def _known(prompt: PromptBatch, rollout: Rollout) -> Known:
     return Known(np.asarray(prompt.length_P), length_B, stopped_B)
 
 
-def _weighing(stage: Stage) -> tuple[str, float | None, bool]:
+def weighing(stage: Stage) -> tuple[str, float | None, bool]:
     constant = float(stage.sampling.max_new_tokens)
     uses_constant = stage.aggregation == "constant-norm"
     return stage.aggregation, constant if uses_constant else None, stage.mask_truncated

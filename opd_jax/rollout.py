@@ -18,6 +18,8 @@ from opd_jax.models import transformer
 from opd_jax.models.config import ModelConfig
 from opd_jax.models.layers import KV
 
+TABLES = ("embedding", "head")  # Parameters that hold a row for every token.
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -93,8 +95,11 @@ def sample(
     """
     n, R = sampling.samples, sampling.max_new_tokens
     B = prompt.length_P.shape[0] * n
-    table_VD = transformer.unembedding(params)
-    layers = transformer.unstack(params, config)
+    # Whole along `fsdp` before the loop: inside it every token would gather all weights again.
+    layers = sharding.gathered(transformer.unstack(params, config))
+    tables = {name: x.astype(config.dtype) for name, x in params.items() if name in TABLES}
+    top = {"final_norm": params["final_norm"]} | sharding.gathered(tables)
+    table_VD = transformer.unembedding(top)
     keys_B = row_keys(key, prompt.id_P, n)
     stop_BS = transformer.repeat_rows(prompt.stop_PS, n)
     length_B = transformer.repeat_rows(prompt.length_P, n)
@@ -135,7 +140,7 @@ def sample(
 
     def advance(s: DecodeState) -> DecodeState:
         hidden_BD, cache = transformer.decode(
-            params, layers, config, s.token_B, s.t, length_B, s.cache, prefix
+            top, layers, config, s.token_B, s.t, length_B, s.cache, prefix
         )
         z_BV = logits(hidden_BD)
         return choose(z_BV, s.replace(t=s.t + 1, cache=cache))

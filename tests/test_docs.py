@@ -14,6 +14,7 @@ PAGES = {
     "bring_your_own_verifier.md": 3,
     "bring_your_own_model.md": 3,
     "launch.md": 0,  # Commands: tests/test_launch.py.
+    "tpu_pods.md": 0,  # Commands: tests/test_aot.py.
 }
 
 

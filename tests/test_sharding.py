@@ -28,6 +28,15 @@ def test_mesh_fills_the_rest_and_refuses_what_does_not_fit():
         sharding.make_mesh(-1, -1, 1)
 
 
+def test_gathered_arrays_are_whole_along_one_axis_only(mesh_2x2x2):
+    axes = [P("tensor", "fsdp"), P(None, ("fsdp", "data")), P(("fsdp",)), P("data")]
+    arrays = [
+        jax.device_put(jax.numpy.zeros((8, 8)), jax.NamedSharding(mesh_2x2x2, a)) for a in axes
+    ]
+    found = [jax.typeof(x).sharding.spec for x in jax.jit(sharding.gathered)(arrays)]
+    assert found == [P("tensor", None), P(None, "data"), P(None, None), P("data", None)]
+
+
 def test_streams_differ_by_purpose_step_and_seed_and_repeat():
     def bits(*args):
         return int(jax.random.bits(rng.stream(*args)))

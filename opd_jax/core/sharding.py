@@ -94,6 +94,20 @@ def take_rows(x: jax.Array, rows: Any, *names: str | None) -> jax.Array:
     return x.at[rows].get(out_sharding=spec(*names))
 
 
+def gathered(tree: Any, axis: str = "fsdp") -> Any:
+    """Arrays no longer split along one mesh axis; along the others they stay as they are."""
+
+    def without(part: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(part, tuple):
+            return tuple(a for a in part if a != axis) or None
+        return None if part == axis else part
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(x, PartitionSpec(*map(without, jax.typeof(x).sharding.spec)))
+
+    return jax.tree.map(gather, tree)
+
+
 def put(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """Host arrays onto the mesh, their first axis sharded as the batch.
 
