@@ -105,7 +105,7 @@ def test_overrides_and_seed_reach_the_experiment_as_they_do_on_the_command_line(
         (Point("x", FILE, {"stages.distilled.stepz": 1}, 0), "did you mean 'steps'?"),
         (Point("x", FILE, {"stages.distilled.teachers.logic": "self"}, 0), "'logic': one of"),
         (Point("x", FILE, {"stages.distilled.steps": "many"}, 0), "steps"),
-        (Point("x", FILE, {"stages.distilled.steps": 0}, 0), "steps=0: must be at least 1"),
+        (Point("x", FILE, {"stages.distilled.steps": -1}, 0), "steps=-1: must be at least 0"),
         (Point("x", FILE, {"stages.distilled.init": "stage:bsae"}, 0), "did you mean 'base'?"),
         (Point("a/b", FILE, {}, 0), "point 'a/b'"),
     ],
