@@ -5,7 +5,7 @@
 
 For a v6e-64. Needs, in ~/.cache/opd_jax/assets or in the folder after a colon: `Qwen3-4B-Base`,
 `MATH`, `mbpp`, `humaneval`; the other two domains come from reasoning-gym.
-Compiled and seen to fit (docs/tpu_pods.md); not run.
+Not compiled yet (docs/tpu_pods.md says how), and not run.
 """
 
 from ml_collections import ConfigDict

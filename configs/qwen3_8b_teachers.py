@@ -7,7 +7,8 @@ For 64 chips of v5p. Needs, in ~/.cache/opd_jax/assets or in the folder after a 
 `Qwen3-1.7B-Base`, `Qwen3-8B`, `MATH`. The external teacher stops answers with another token than
 the base student does, so both count as one (arXiv 2609.20511). `early` and `late` are checkpoints
 of the student's own GRPO run.
-Compiled and seen to fit (docs/tpu_pods.md); not run.
+Its GRPO steps and OPD rollouts were compiled and fit (docs/tpu_pods.md); the OPD updates and the
+8B teacher's scoring were not compiled yet, and nothing was run.
 """
 
 from ml_collections import ConfigDict

@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from absl.testing import flagsaver
 
 from configs import base, smoke
@@ -159,7 +160,7 @@ def test_an_unknown_topology_is_refused(topology):
 @pytest.fixture
 def pod(monkeypatch):
     """The small experiment and a mesh of 16 chips in context; nothing compiled is kept."""
-    before = jax.config.jax_disable_most_optimizations
+    # conftest.py turns them off for the whole suite; here they are what is looked at.
     jax.config.update("jax_disable_most_optimizations", False)
     experiment = small(monkeypatch)
     tpu = aot.topology_mesh(TOPOLOGY, experiment.mesh)
@@ -167,7 +168,7 @@ def pod(monkeypatch):
     with jax.set_mesh(tpu):
         yield experiment, tpu
     clear()
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def clear():
@@ -241,10 +242,10 @@ def test_gathered_logits_would_be_found(pod, monkeypatch):
     assert whole_logits(module) != []
 
 
-def replicated(shardings):
-    """Leaves of more than one axis that every device holds whole."""
-    leaves = jax.tree.leaves(shardings)
-    return [s for s in leaves if len(s.spec) > 1 and s.is_fully_replicated]
+def replicated(shapes, shardings):
+    """Matrices that every device holds whole; the gains of norms are meant to be."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return [x.shape for x, s in pairs if x.size > 10_000 and s.is_fully_replicated]
 
 
 @pytest.mark.slow
@@ -253,19 +254,18 @@ def test_the_optimizers_state_is_sharded_like_the_parameters(pod):
     experiment, tpu = pod
     update = program(experiment, tpu, "update")
     compiled = aot.lower(update).compile()
-    state, groups, _ = compiled.input_shardings[0]
-    assert replicated(state.opt_state) == []
-    assert replicated(compiled.output_shardings[0].opt_state) == []
+    state, groups, base = update.arguments
+    for found in (compiled.input_shardings[0][0], compiled.output_shardings[0]):
+        assert replicated(state.opt_state, found.opt_state) == []
     sharded = compiled.memory_analysis().argument_size_in_bytes
 
     def whole(x):
         layout = jax.sharding.NamedSharding(tpu, jax.sharding.PartitionSpec(*(None,) * x.ndim))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
-    state, groups, base = update.arguments
     bad = state.replace(opt_state=jax.tree.map(whole, state.opt_state))
     compiled = update.step.lower(bad, groups, base).compile()
-    assert replicated(compiled.input_shardings[0][0].opt_state) != []
+    assert replicated(state.opt_state, compiled.input_shardings[0][0].opt_state) != []
     moments = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(state.opt_state))
     assert compiled.memory_analysis().argument_size_in_bytes - sharded > moments / 2
 
@@ -321,7 +321,8 @@ def test_memory_stays_under_the_chips_and_what_is_too_large_is_said_to_be(pod, m
         outcome, _ = aot.outcome_of(p, chip, aot.lower(p))
         assert outcome.fits
         assert outcome.total_bytes < 2**30
-        assert 0.9 < outcome.flops / (outcome.ledger_flops + outcome.remat_flops) < 1.3
+        # Masked products, and logits that the backward pass computes again, are in neither.
+        assert 0.9 < outcome.flops / (outcome.ledger_flops + outcome.remat_flops) < 1.5
         assert 0 < outcome.mfu < 1
     clear()
     large = small(monkeypatch, prompts=64 * P, sampling={"samples": 64, "max_new_tokens": 400})
@@ -338,6 +339,7 @@ def test_the_command_writes_its_figures_and_exits_with_1_if_something_does_not_f
 ):
     experiment, _ = pod
     monkeypatch.setattr(config, "parse", lambda _: experiment)
+    flags.FLAGS(["aot"])
     chosen = {"topology": TOPOLOGY, "json": str(tmp_path / "out.json"), "only": "score: reference"}
     with flagsaver.flagsaver(**chosen):
         aot.main([])

@@ -22,9 +22,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# Before jax is imported: no TPU is looked for, and none is waited for.
+# Before jax is imported: no TPU is looked for, and several compilers may run side by side.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 import jax
 from absl import app, flags
