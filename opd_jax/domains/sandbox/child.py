@@ -34,7 +34,7 @@ def main() -> None:
     header = json.loads(_read_exactly(size))
     if not header["site_packages"]:
         sys.path[:] = [p for p in sys.path if not p.endswith("site-packages")]
-    isolation.enter(header["walls"], header["limits"], header["folder"])
+    isolation.enter(header["walls"], header["limits"], header["folder"], header["supervisor"])
     if header["role"] == "script":
         run_script(header["source"])
     elif header["role"] == "functions":

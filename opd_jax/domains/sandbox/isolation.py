@@ -27,6 +27,7 @@ Only the standard library, and nothing of it that starts threads: this runs in a
 import ctypes
 import os
 import resource
+import select
 import signal
 import struct
 import sys
@@ -101,7 +102,7 @@ class IsolationError(Exception):
     """A wall could not be put up; nothing may run."""
 
 
-def enter(walls: list[str], limits: dict[str, int], folder: str) -> None:
+def enter(walls: list[str], limits: dict[str, int], folder: str, supervisor: int) -> None:
     """Puts up the walls and sets the limits; returns in the process that is shut in.
 
     With namespaces that is a child of the caller: the caller itself never returns from here but
@@ -111,6 +112,7 @@ def enter(walls: list[str], limits: dict[str, int], folder: str) -> None:
       walls: of WALLS; each must succeed.
       limits: cpu_seconds, memory_bytes, file_bytes, folder_bytes.
       folder: the own folder on the host; not used behind namespaces.
+      supervisor: the process that started this one, with whose death it ends.
 
     Raises:
       IsolationError: a wall could not be put up.
@@ -119,6 +121,8 @@ def enter(walls: list[str], limits: dict[str, int], folder: str) -> None:
     libraries = _library_folders()
     if prctl:
         prctl(_PR_SET_PDEATHSIG, 9)
+    if os.getppid() != supervisor:  # Gone before its death could be signalled.
+        os._exit(1)
     if "namespaces" in walls:
         _enter_namespaces(libraries, limits["folder_bytes"])
         _become_first_process(prctl)
@@ -242,14 +246,19 @@ def _become_first_process(prctl) -> None:
     SIGTERM makes the caller end the child and wait for it: once the caller is gone, all is gone.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    alive, held = os.pipe()
     child = os.fork()
     if child == 0:
         prctl(_PR_SET_PDEATHSIG, 9)
+        os.close(held)
+        if select.select([alive], [], [], 0)[0]:  # Its end: the caller is gone already.
+            os._exit(1)
+        os.close(alive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    for fd in (0, 1, 2):
+    for fd in (0, 1, 2, alive):
         os.close(fd)  # Or the other side would never see the end.
     _, status = os.waitpid(child, 0)
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))

@@ -124,7 +124,8 @@ class Run:
             "file_bytes": 16 << 20,
             "folder_bytes": 64 << 20,
         }
-        whole = {**header, "role": role, "walls": walls, "limits": limits, "folder": self.folder}
+        whole = {**header, "role": role, "walls": walls, "limits": limits, "folder": self.folder,
+                 "supervisor": os.getpid()}  # fmt: skip
         raw = json.dumps(whole).encode()
         self.waiting = f"{len(raw):08x}".encode() + raw
 
