@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from opd_jax import scoring
+from opd_jax import choice, scoring
 from opd_jax.core import sharding
 from opd_jax.core.types import Params, PromptBatch, Rollout
 from opd_jax.models import transformer
@@ -19,6 +19,8 @@ from opd_jax.models.config import ModelConfig
 from opd_jax.models.layers import KV
 
 TABLES = ("embedding", "head")  # Parameters that hold a row for every token.
+# Completions of so many tokens are decoded with a cache that grows, see `cache_sizes`.
+LONG = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,7 @@ def sample(
     stop_BS = transformer.repeat_rows(prompt.stop_PS, n)
     length_B = transformer.repeat_rows(prompt.length_P, n)
     last_PD, prefix = transformer.prefill(params, config, prompt.tokens_PL, prompt.length_P)
+    prefix = transformer.unstack_prefix(prefix)
 
     def zeros(dtype, *shape):
         layout = sharding.spec("batch", *(None,) * (len(shape) - 1))
@@ -116,7 +119,10 @@ def sample(
 
     def choose(z_BV: jax.Array, s: DecodeState) -> DecodeState:
         """Draws the tokens of column t from their logits and records them."""
-        token_B, logp_B = draw(z_BV, keys_B, s.t, sampling)
+        noise_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, s.t)
+        token_B, logp_B = choice.draw(
+            z_BV, noise_B, sampling.temperature, sampling.top_k, sampling.top_p
+        )
         going_B = ~s.done_B
         token_B = jnp.where(going_B, token_B, 0)
         stop_B = going_B & (token_B[:, None] == stop_BS).any(-1)
@@ -149,7 +155,7 @@ def sample(
         t=jnp.int32(0),
         token_B=zeros(jnp.int32, B),
         done_B=zeros(bool, B),
-        cache=transformer.empty_cache(config, B, max(R - 1, 1)),
+        cache=transformer.empty_cache(config, B, 0),
         tokens_BR=zeros(jnp.int32, B, R),
         logp_BR=zeros(jnp.float32, B, R),
         mask_BR=zeros(bool, B, R),
@@ -157,7 +163,12 @@ def sample(
     )
     first_PV = logits(last_PD)
     first_BV = jnp.repeat(first_PV, n, axis=0, out_sharding=sharding.spec("batch", "vocab"))
-    state = jax.lax.while_loop(unfinished, advance, choose(first_BV, state))
+    state = choose(first_BV, state)
+    for columns in cache_sizes(R):
+        state = state.replace(cache=transformer.grow(state.cache, columns))
+        state = jax.lax.while_loop(
+            lambda s, columns=columns: unfinished(s) & (s.t < columns), advance, state
+        )
     rollout = Rollout(
         prompt=prompt,
         tokens_BR=state.tokens_BR,
@@ -167,6 +178,18 @@ def sample(
         stopped_B=state.stopped_B,
     )
     return rollout, state.t
+
+
+def cache_sizes(new_tokens: int) -> list[int]:
+    """Columns of the cache, loop after loop: attention reads all of it, filled or not.
+
+    A quarter, a half, then all of a long one: two thirds of the reads of one loop if every row goes
+    to its end, a quarter if most stop early; each size is a program of its own to compile. The
+    last token has no column, since it predicts nothing.
+    """
+    whole = new_tokens - 1
+    parts = (4, 2, 1) if new_tokens >= LONG else (1,)
+    return [-(-whole // part) for part in parts] if whole else []
 
 
 def row_keys(key: jax.Array, id_P: jax.Array, n: int) -> jax.Array:
@@ -182,54 +205,3 @@ def row_keys(key: jax.Array, id_P: jax.Array, n: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, id), i)
 
     return jax.vmap(one)(id_B, sample_B)
-
-
-def draw(
-    z_BV: jax.Array, keys_B: jax.Array, t: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """One token per row and its log-prob under the distribution it was drawn from.
-
-    Args:
-      z_BV: raw logits, fp32.
-      keys_B: one key per row; the column is folded in.
-      t: the column.
-      sampling: temperature and filters.
-
-    Returns:
-      int32 tokens `[B]` and fp32 log-probs `[B]`: of the tempered, filtered distribution; of the
-      plain one (temperature 1) where the choice is greedy.
-    """
-    if sampling.temperature > 0:
-        z_BV = keep_likeliest(z_BV / sampling.temperature, sampling.top_k, sampling.top_p)
-        noise_BV = jax.vmap(
-            lambda k: jax.random.gumbel(jax.random.fold_in(k, t), z_BV.shape[1:], jnp.float32)
-        )(keys_B)
-        noise_BV = jax.sharding.reshard(noise_BV, sharding.spec("batch", "vocab"))
-        token_B = jnp.argmax(z_BV + noise_BV, axis=-1).astype(jnp.int32)
-    else:
-        token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
-    chosen_B = scoring.pick(z_BV[:, None], token_B[:, None, None])[:, 0, 0]
-    return token_B, chosen_B - jax.nn.logsumexp(z_BV, axis=-1)
-
-
-def keep_likeliest(z_BV: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Logits with all but the likeliest tokens at -inf.
-
-    A token stays if fewer than k tokens are likelier, and if the mass of the likelier ones is still
-    below p. So the token that crosses p stays, and of equal tokens the lower id counts as likelier.
-    Example: [.5, .41, .09], p=.9 keeps two; [.25, .25, .25, .25], p=.5 keeps the first two.
-    """
-    V = z_BV.shape[-1]
-    if top_p == 1 and not 0 < top_k < V:
-        return z_BV
-    z = jax.sharding.reshard(z_BV, sharding.spec("batch", None))
-    order_BV = jnp.argsort(z, axis=-1, descending=True, stable=True)
-    rank_BV = jnp.argsort(order_BV, axis=-1)
-    keep_BV = rank_BV < (top_k or V)
-    sorted_BV = -jnp.sort(-jax.nn.softmax(z, axis=-1), axis=-1)
-    before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
-    # The slack keeps .5 + .3 from passing as < .8; the likeliest token stays at any p.
-    allowed_B = jnp.maximum((before_BV < top_p - 1e-6).sum(-1), 1)
-    keep_BV &= (rank_BV < allowed_B[:, None]) | (top_p == 1)
-    z = jnp.where(keep_BV, z, -jnp.inf)
-    return jax.sharding.reshard(z, sharding.spec("batch", "vocab"))

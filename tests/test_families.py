@@ -60,6 +60,7 @@ def decoded(params, config, prompt, tokens_BR):
     B, R = tokens_BR.shape
     last_PD, prefix = transformer.prefill(params, config, prompt.tokens_PL, prompt.length_P)
     layers = transformer.unstack(params, config)
+    prefix = transformer.unstack_prefix(prefix)
     length_B = transformer.repeat_rows(prompt.length_P, 2)
 
     def step(cache, t):

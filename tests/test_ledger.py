@@ -192,6 +192,7 @@ def test_decode_agrees_with_xla(mesh):
 
     def run(params, token_B, t, length_B, prefix):
         layers = transformer.unstack(params, WIDE)
+        prefix = transformer.unstack_prefix(prefix)
         cache = transformer.empty_cache(WIDE, B, R - 1)
         hidden, cache = transformer.decode(
             params, layers, WIDE, token_B, t, length_B, cache, prefix

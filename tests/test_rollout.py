@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from opd_jax import scoring
+from opd_jax.choice import block_width, draw, keep_likeliest
 from opd_jax.core import sharding
 from opd_jax.core.types import PromptBatch
 from opd_jax.data.problem import Problem
 from opd_jax.data.prompts import encode_prompts
 from opd_jax.models import transformer
 from opd_jax.models.config import ModelConfig
-from opd_jax.rollout import Sampling, draw, keep_likeliest, row_keys, sample
+from opd_jax.rollout import Sampling, cache_sizes, row_keys, sample
 from tests import tiny
 
 C = tiny.CONFIG.replace(num_layers=1)
@@ -359,7 +360,7 @@ def test_samples_follow_the_softmax_and_columns_are_independent(mesh):
     assert len({tuple(row) for row in by_prompt}) == 8
 
 
-# Greedy choice and filters.
+# Greedy choice, blocks and filters.
 
 
 def lay_logits(mesh, z):
@@ -373,7 +374,11 @@ keys_of = jit(row_keys, static_argnums=2)
 
 @functools.cache
 def drawer(sampling):
-    return jit(lambda z_BV, keys_B: draw(z_BV, keys_B, jnp.int32(0), sampling))
+    return jit(
+        lambda z_BV, keys_B: draw(
+            z_BV, keys_B, sampling.temperature, sampling.top_k, sampling.top_p
+        )
+    )
 
 
 def draw_rows(mesh, z_BV, sampling):
@@ -381,6 +386,36 @@ def draw_rows(mesh, z_BV, sampling):
     id_P = sharding.put(mesh, np.arange(z_BV.shape[0]).astype(np.uint32))
     keys_B = keys_of(jax.random.key(0), id_P, 1)
     return jax.device_get(drawer(sampling)(z_BV, keys_B))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(16, 1), (192, 3), (320, 5), (49_152, 192), (151_936, 1187), (50_257, 29)]
+)
+def test_blocks_divide_the_vocabulary_and_are_few(vocab, width):
+    assert block_width(vocab) == width
+    assert vocab % width == 0
+    if vocab % 64 == 0:
+        assert block_width(vocab, 64) == width  # The same tokens on 64 devices.
+
+
+def test_blocks_leave_the_distribution_and_the_noise_of_a_row_as_they_are(mesh, mesh_2x2x2):
+    z_V = np.random.default_rng(1).normal(size=192) * 1.5
+    z_V[3:6], z_V[10] = -np.inf, -np.inf  # A whole block and part of one.
+    plain = Sampling(1, 1, temperature=0.7)
+    with jax.set_mesh(mesh):
+        token_B, logp_B = draw_rows(mesh, lay_logits(mesh, np.tile(z_V, (40_000, 1))), plain)
+    p_V = np.exp(z_V / 0.7) / np.exp(z_V / 0.7).sum()
+    np.testing.assert_allclose(logp_B, np.log(p_V[token_B]), atol=1e-5)
+    often = p_V * 40_000 > 5
+    assert often.sum() > 100
+    counts = np.bincount(token_B, minlength=192)[often]
+    assert chi_square(counts, p_V[often] / p_V[often].sum()) < 4
+    # Control: within its block, every token as often.
+    flat_V = np.repeat(p_V.reshape(-1, 3).mean(-1), 3)
+    assert chi_square(counts, flat_V[often] / flat_V[often].sum()) > 4
+    np.testing.assert_array_equal(
+        draw_rows(mesh_2x2x2, lay_logits(mesh_2x2x2, np.tile(z_V, (40_000, 1))), plain)[0], token_B
+    )
 
 
 def test_s07_temperature_0_is_the_lowest_of_the_likeliest_tokens(mesh, mesh_2x2x2):
@@ -532,6 +567,23 @@ def test_s03_a_batch_of_one_is_like_any_other(mesh):
         np.testing.assert_array_equal(getattr(two, name), getattr(three, name)[:4])
     # Control: the next prompt's completion is another.
     assert (three.tokens_BR[0] != three.tokens_BR[2]).any()
+
+
+def test_a_cache_that_grows_changes_nothing(mesh, monkeypatch):
+    params, prompt = tiny.params(mesh, C), prompts(mesh)
+    ten = Sampling(samples=2, max_new_tokens=10)
+
+    def draw_all(long):
+        monkeypatch.setattr("opd_jax.rollout.LONG", long)
+        fresh = jit(lambda params, prompt, key: sample(params, C, prompt, key, ten))
+        return jax.device_get(fresh(params, prompt, jax.random.key(0)))
+
+    (whole, steps), (grown, same_steps) = draw_all(11), draw_all(10)
+    assert cache_sizes(10) == [3, 5, 9]
+    assert cache_sizes(1) == []
+    assert steps == same_steps
+    np.testing.assert_array_equal(grown.tokens_BR, whole.tokens_BR)
+    np.testing.assert_allclose(grown.logp_BR, whole.logp_BR, atol=1e-5)
 
 
 def test_samples_share_the_prefill_of_their_prompt(mesh):

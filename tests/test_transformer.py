@@ -65,6 +65,7 @@ def decode_all(params, prompt, tokens, shift=0):
     def run(params, prompt, tokens):
         last, prefix = transformer.prefill(params, C, prompt.tokens_PL, prompt.length_P)
         each = transformer.unstack(params, C)
+        prefix = transformer.unstack_prefix(prefix)
         cache = transformer.empty_cache(C, B, R)
         length = transformer.repeat_rows(prompt.length_P, n)
         hidden = [transformer.repeat_rows(last, n)]

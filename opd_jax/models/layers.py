@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from opd_jax.core import sharding
+from opd_jax.core.types import Params
 from opd_jax.models.config import ModelConfig
 from opd_jax.models.rope import rotate
 
@@ -19,28 +20,28 @@ MASKED = -1e30
 
 # Logical axes by letter: of weights, and of activations.
 AXIS_OF = {"D": "embed", "H": "heads", "K": "kv_heads", "E": "head", "F": "mlp"}
-ACTIVATION_AXIS_OF = AXIS_OF | {"B": "batch", "T": "time", "D": "act", "r": "rank"}
+ACTIVATION_AXIS_OF = AXIS_OF | {"B": "batch", "T": "time", "D": "act", "r": "rank", "G": None}
 
 ACTIVATION = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
 @struct.dataclass
 class KV:
-    """Keys and values; `[B, K, S, E]` for one layer, with a leading `[N]` for a stack of layers.
+    """Keys and values of one layer, or with a leading `[N]` of a stack of layers.
 
     Heads come before positions: a product over E or S then has its batch axes in front, so no
     decode step copies the cache to bring them there.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array  # [B, K, S, E]; in decoding [B, K, E, S], as a thin product reads it fastest.
+    v: jax.Array  # [B, K, S, E]
 
 
 @struct.dataclass
 class Prefix:
     """The prompts' keys and values, one row per PROMPT: its n samples attend to the same row."""
 
-    kv: KV  # [N, P, K, L, E], or one layer's [P, K, L, E].
+    kv: KV | list[KV]  # A stack, or each layer by itself; P rows, S = L.
     mask_PL: jax.Array  # bool, real columns.
 
 
@@ -105,7 +106,13 @@ def cap_softly(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def attend(
-    q_BHTE: jax.Array, own: KV, view: View, prefix: KV | None, scale: float, softcap: float | None
+    q_BHTE: jax.Array,
+    own: KV,
+    view: View,
+    prefix: KV | None,
+    scale: float,
+    softcap: float | None,
+    decoding: bool = False,
 ) -> jax.Array:
     """Grouped-query attention over a row's own keys and, before them, its prompt's.
 
@@ -114,17 +121,19 @@ def attend(
 
     Args:
       q_BHTE: queries, rotated.
-      own: the row's own keys and values `[B, K, S, E]`.
+      own: the row's own keys and values.
       view: which keys each query may see.
-      prefix: one layer's shared prompt keys and values `[P, K, L, E]`, or None.
+      prefix: one layer's shared keys and values of the prompts, or None.
       scale: of the products.
       softcap: of the scaled products, or None.
+      decoding: whether keys lie as in decoding, see KV.
 
     Returns:
       `[B, H, T, E]`.
     """
     B, H, T, E = q_BHTE.shape
     K = own.k.shape[1]
+    SE, LE = ("ES", "EL") if decoding else ("SE", "LE")
     Q = H // K
 
     def reshape(x, shape, *axes):
@@ -134,7 +143,7 @@ def attend(
     by_rows = ("batch", "kv_heads", None, None, None)
     f32 = {"preferred_element_type": jnp.float32}
     q_BKQTE = reshape(q_BHTE * scale, (B, K, Q, T, E), *by_rows)
-    own_scores = jnp.einsum("BKQTE,BKSE->BKQTS", q_BKQTE, own.k, **f32)
+    own_scores = jnp.einsum(f"BKQTE,BK{SE}->BKQTS", q_BKQTE, own.k, **f32)
     own_scores = cap_softly(own_scores, softcap)
     own_scores = jnp.where(view.mask_BTS[:, None, None, :, :], own_scores, MASKED)
     if prefix is None:
@@ -152,7 +161,7 @@ def attend(
         return reshape(x_PnKQT1, (B, K, Q, T, x_PKnQT1.shape[-1]), *by_rows)
 
     q_PnKQTE = reshape(q_BKQTE, (P, n, K, Q, T, E), *by_prompt)
-    scores = jnp.einsum("PnKQTE,PKLE->PKnQTL", q_PnKQTE, prefix.k, **f32)
+    scores = jnp.einsum(f"PnKQTE,PK{LE}->PKnQTL", q_PnKQTE, prefix.k, **f32)
     scores = cap_softly(scores, softcap)
     scores = jnp.where(view.prefix_mask_PTL[:, None, None, None, :, :], scores, MASKED)
     # One softmax over both parts: each has exponentials of its own maximum, and what a part weighs
@@ -170,10 +179,31 @@ def attend(
     return reshape(out, (B, H, T, E), "batch", "heads", None, None)
 
 
+def join(layer: Params) -> Params:
+    """Joins the weights of a layer that multiply one input: fewer and larger products in decoding.
+
+    Queries, keys and values are joined per kv head, `[D, K, Q + 2, E]`, gate and up per column,
+    `[D, 2, F]`: along axes that no mesh splits.
+    """
+    layer = dict(layer)
+    q_DHE, k_DKE, v_DKE = (layer.pop(name) for name in "qkv")
+    D, K, E = k_DKE.shape
+    wide, heads, _ = jax.typeof(k_DKE).sharding.spec
+    by_kv_heads = jax.sharding.PartitionSpec(wide, heads, None, None)
+    q_DKQE = jnp.reshape(q_DHE, (D, K, -1, E), out_sharding=by_kv_heads)
+    layer["qkv"] = jnp.concatenate([q_DKQE, k_DKE[:, :, None], v_DKE[:, :, None]], axis=2)
+    layer["gate_up"] = jnp.stack([layer.pop("gate"), layer.pop("up")], axis=1)
+    heads, _, wide = jax.typeof(layer["o"]).sharding.spec
+    by_heads = jax.sharding.PartitionSpec(heads, wide)
+    layer["o"] = jnp.reshape(layer["o"], (-1, D), out_sharding=by_heads)
+    return layer
+
+
 class Block(nn.Module):
     """One layer: attention and gated MLP, each behind a norm and added to the residual stream."""
 
     config: ModelConfig
+    joined: bool = False  # Whether weights of one input are one array, see `join`.
 
     @nn.compact
     def __call__(self, x_BTD, prefix, cache, local, view, local_view, write_at):
@@ -208,16 +238,13 @@ class Block(nn.Module):
 
     def _attention(self, h_BTD, prefix, cache, view, write_at):
         c = self.config
-        D, H, K, E = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
+        E = c.head_dim
         with jax.named_scope("qkv"):
-            to_q, to_kv = Linear("BTD,DHE->BHTE", D**-0.5), Linear("BTD,DKE->BKTE", D**-0.5)
-            q_BHTE = self._linear("q", to_q, h_BTD, D, H, E)
-            k_BKTE = self._linear("k", to_kv, h_BTD, D, K, E)
-            v_BKTE = self._linear("v", to_kv, h_BTD, D, K, E)
+            q_BHTE, k_BKTE, v_BKTE = self._qkv(h_BTD)
             if c.qkv_bias:
-                q_BHTE += self._bias("q_bias", H, "heads")
-                k_BKTE += self._bias("k_bias", K, "kv_heads")
-                v_BKTE += self._bias("v_bias", K, "kv_heads")
+                q_BHTE += self._bias("q_bias", c.num_heads, "heads")
+                k_BKTE += self._bias("k_bias", c.num_kv_heads, "kv_heads")
+                v_BKTE += self._bias("v_bias", c.num_kv_heads, "kv_heads")
             if c.qk_norm:
                 q_BHTE = norm(q_BHTE, gain(self, "q_norm", E, c), c)
                 k_BKTE = norm(k_BKTE, gain(self, "k_norm", E, c), c)
@@ -225,22 +252,59 @@ class Block(nn.Module):
         with jax.named_scope("cache"):
             own = KV(k_BKTE, v_BKTE)
             if cache is not None:
-                at = (0, 0, write_at, 0)
-                own = jax.tree.map(lambda c, x: jax.lax.dynamic_update_slice(c, x, at), cache, own)
+                write = jax.lax.dynamic_update_slice_in_dim
+                k_BKES = write(cache.k, k_BKTE.swapaxes(2, 3), write_at, axis=3)
+                own = KV(k_BKES, write(cache.v, v_BKTE, write_at, axis=2))
         with jax.named_scope("attention"):
-            a_BHTE = attend(q_BHTE, own, view, prefix, c.attention_scale, c.attention_softcap)
-            back = Linear("BHTE,HED->BTD", (H * E) ** -0.5 * self._deep)
-            return self._linear("o", back, a_BHTE, H, E, D), own
+            scale, softcap, decoding = c.attention_scale, c.attention_softcap, cache is not None
+            a_BHTE = attend(q_BHTE, own, view, prefix, scale, softcap, decoding)
+            return self._out(a_BHTE), own
+
+    def _out(self, a_BHTE):
+        B, H, T, E = a_BHTE.shape
+        D = self.config.embed_dim
+        if self.joined:
+            by_heads = sharding.spec("batch", "time", "heads")
+            a_BTX = jnp.reshape(a_BHTE.swapaxes(1, 2), (B, T, H * E), out_sharding=by_heads)
+            return self._product("BTX,XD->BTD", a_BTX, self.get_variable("params", "o"))
+        back = Linear("BHTE,HED->BTD", (H * E) ** -0.5 * self._deep)
+        return self._linear("o", back, a_BHTE, H, E, D)
+
+    def _qkv(self, h_BTD):
+        c = self.config
+        D, H, K, E = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
+        if self.joined:
+            w_DKGE = self.get_variable("params", "qkv")
+            y_BTKGE = self._product("BTD,DKGE->BTKGE", h_BTD, w_DKGE)
+            y_BKGTE = y_BTKGE.transpose(0, 2, 3, 1, 4)
+            q_BKQTE, k_BKTE, v_BKTE = y_BKGTE[:, :, :-2], y_BKGTE[:, :, -2], y_BKGTE[:, :, -1]
+            by_heads = sharding.spec("batch", "heads", "time", "head")
+            shape = (h_BTD.shape[0], H, h_BTD.shape[1], E)
+            return jnp.reshape(q_BKQTE, shape, out_sharding=by_heads), k_BKTE, v_BKTE
+        to_q, to_kv = Linear("BTD,DHE->BHTE", D**-0.5), Linear("BTD,DKE->BKTE", D**-0.5)
+        return (
+            self._linear("q", to_q, h_BTD, D, H, E),
+            self._linear("k", to_kv, h_BTD, D, K, E),
+            self._linear("v", to_kv, h_BTD, D, K, E),
+        )
 
     def _mlp(self, h_BTD):
         c = self.config
-        D, F = c.embed_dim, c.mlp_dim
-        widen, narrow = Linear("BTD,DF->BTF", D**-0.5), Linear("BTF,FD->BTD", F**-0.5 * self._deep)
+        F, D = c.mlp_dim, c.embed_dim
+        narrow = Linear("BTF,FD->BTD", F**-0.5 * self._deep)
         with jax.named_scope("mlp"):
-            gate_BTF = self._linear("gate", widen, h_BTD, D, F)
-            up_BTF = self._linear("up", widen, h_BTD, D, F)
+            gate_BTF, up_BTF = self._gate_up(h_BTD)
             hidden_BTF = ACTIVATION[c.activation](gate_BTF) * up_BTF
             return self._linear("down", narrow, hidden_BTF, F, D)
+
+    def _gate_up(self, h_BTD):
+        D, F = self.config.embed_dim, self.config.mlp_dim
+        if self.joined:
+            w_DGF = self.get_variable("params", "gate_up")
+            y_BTGF = self._product("BTD,DGF->BTGF", h_BTD, w_DGF)
+            return y_BTGF[:, :, 0], y_BTGF[:, :, 1]
+        widen = Linear("BTD,DF->BTF", D**-0.5)
+        return self._linear("gate", widen, h_BTD, D, F), self._linear("up", widen, h_BTD, D, F)
 
     @property
     def _deep(self) -> float:

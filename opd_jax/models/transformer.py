@@ -21,7 +21,7 @@ from opd_jax.core import sharding
 from opd_jax.core.types import Params, PromptBatch
 from opd_jax.models import rope
 from opd_jax.models.config import ModelConfig
-from opd_jax.models.layers import KV, Block, Prefix, View, gain, norm, weight
+from opd_jax.models.layers import KV, Block, Prefix, View, gain, join, norm, weight
 
 # What of a layer the backward pass computes again. "matmuls" keeps the results of matmuls only:
 # norms, rotations and activations cost few FLOPs and would fill memory with copies of the stream.
@@ -233,18 +233,43 @@ def repeat_rows(x_P: jax.Array, n: int) -> jax.Array:
 def unstack(params: Params, config: ModelConfig) -> list[Params]:
     """Each layer's parameters on their own, cut from the stack ONCE, before the decode loop.
 
-    A decode body that scans the stack would slice every weight again for every token.
+    A decode body that scans the stack would slice every weight again for every token. Weights of
+    one input are joined (`layers.join`), except beside deltas, which are each weight's own.
     """
     cast = jax.tree.map(lambda w: w.astype(config.dtype), params["layers"])
-    return [jax.tree.map(lambda w, i=i: w[i], cast) for i in range(config.num_layers)]
+    layers = [jax.tree.map(lambda w, i=i: w[i], cast) for i in range(config.num_layers)]
+    return layers if config.lora else [join(layer) for layer in layers]
+
+
+def unstack_prefix(prefix: Prefix) -> Prefix:
+    """The prompts' keys and values layer by layer, cut and turned before the decode loop."""
+    k_NPKEL, v_NPKLE = prefix.kv.k.swapaxes(3, 4), prefix.kv.v
+    return prefix.replace(kv=[KV(k_NPKEL[i], v_NPKLE[i]) for i in range(v_NPKLE.shape[0])])
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int) -> list[KV]:
-    """One zeroed K and one zeroed V array `[B, K, S, E]` per layer, in the activations' dtype."""
-    shape = (rows, config.num_kv_heads, columns, config.head_dim)
-    layout = sharding.spec("batch", "kv_heads", "time", "head")
-    zeros = jnp.zeros(shape, config.dtype, out_sharding=layout)
-    return [KV(zeros, zeros) for _ in range(config.num_layers)]
+    """A KV of zeros per layer, in the activations' dtype, its keys as in decoding."""
+    layout = sharding.spec("batch", "kv_heads", None, None)
+
+    def zeros(*shape):
+        shape = (rows, config.num_kv_heads, *shape)
+        return jnp.zeros(shape, config.dtype, out_sharding=layout)
+
+    k, v = zeros(config.head_dim, columns), zeros(columns, config.head_dim)
+    return [KV(k, v) for _ in range(config.num_layers)]
+
+
+def grow(cache: list[KV], columns: int) -> list[KV]:
+    """The cache with columns of zeros added up to a number."""
+    more = columns - cache[0].v.shape[2]
+    none = (0, 0)
+    return [
+        KV(
+            jnp.pad(own.k, (none, none, none, (0, more))),
+            jnp.pad(own.v, (none, none, (0, more), none)),
+        )
+        for own in cache
+    ]
 
 
 def decode(
@@ -266,7 +291,7 @@ def decode(
       t: scalar; the same for all rows, since completions start in column 0 of the cache.
       length_B: the rows' prompt lengths; the token's position is `length + t`.
       cache: the rows' own keys and values, filled up to column t-1.
-      prefix: the prompts' keys and values.
+      prefix: the prompts' keys and values, `unstack_prefix(prefix)`.
 
     Returns:
       The hidden states `[B, D]` that predict token t+1, and the cache with column t filled.
@@ -274,12 +299,11 @@ def decode(
     c = config
     x_B1D = embed(params["embedding"], token_B[:, None], c)
     position_B1 = (length_B + t)[:, None]
-    all_1S = jnp.ones((1, cache[0].k.shape[2]), bool)
+    all_1S = jnp.ones((1, cache[0].v.shape[2]), bool)
     views = look(c, position_B1, position_B1 + 1, t[None], all_1S, prefix.mask_PL)
-    block, filled = Block(c), []
-    for i, (layer, own) in enumerate(zip(layers, cache, strict=True)):
-        prefix_kv = jax.tree.map(lambda x, i=i: x[i], prefix.kv)
+    block, filled = Block(c, joined=c.lora is None), []
+    for i, (layer, own, shared) in enumerate(zip(layers, cache, prefix.kv, strict=True)):
         view = views.local if i in c.local_layers else views.whole
-        x_B1D, own = block.apply({"params": layer}, x_B1D, prefix_kv, own, None, view, None, t)
+        x_B1D, own = block.apply({"params": layer}, x_B1D, shared, own, None, view, None, t)
         filled.append(own)
     return norm(x_B1D, params["final_norm"], c)[:, 0], filled
