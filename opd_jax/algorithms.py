@@ -65,6 +65,7 @@ class Known:
     length_P: np.ndarray  # Of the prompts.
     length_B: np.ndarray  # Of the completions, the stop token included.
     stopped_B: np.ndarray  # bool, False where the limit cut a completion.
+    repeated_B: np.ndarray  # Share of its n-grams that a completion had said before.
 
 
 @dataclasses.dataclass
@@ -174,7 +175,7 @@ def sft(
         )
         keep_B = np.ones(len(problems), bool)
         marks = None  # Solutions verify by construction.
-        known = Known(np.asarray(prompt.length_P), length_B, whole_B)
+        known = Known(np.asarray(prompt.length_P), length_B, whole_B, np.zeros(len(problems)))
     length_P, length_B = known.length_P, known.length_B
     if not keep_B.all():
         n = rollout.samples
@@ -218,7 +219,7 @@ def _sample(ctx, params, prompt, step, book):
     ctx.check("verifiers")
     if ctx.stop_strings:
         cut, text_B = cut_rollout(ctx.tokenizer, rollout, ctx.stop_strings)
-        known = Known(known.length_P, cut.length_B, cut.stopped_B)
+        known = Known(known.length_P, cut.length_B, cut.stopped_B, known.repeated_B)
         return sharding.put(ctx.mesh, cut), text_B, known
     return rollout, texts(ctx.tokenizer, rollout), known
 
@@ -296,8 +297,7 @@ def _teacher_rollouts(ctx, problems, prompt, step, book):
 
 def _known(prompt: PromptBatch, rollout: Rollout) -> Known:
     """Waits for a rollout; on several hosts call `check` before."""
-    length_B, stopped_B = steps.everywhere((rollout.length_B, rollout.stopped_B))
-    return Known(np.asarray(prompt.length_P), length_B, stopped_B)
+    return Known(np.asarray(prompt.length_P), *steps.everywhere(steps.facts_step(rollout)))
 
 
 def weighing(stage: Stage) -> tuple[str, float | None, bool]:
@@ -328,6 +328,7 @@ def _facts(ctx: Context, known: Known, reward_B, terms) -> dict[str, float]:
         "reward": reward_B,
         "length": known.length_B,
         "truncated": ~known.stopped_B,
+        "repeated": known.repeated_B,
         **terms,
     }
     facts, n = {}, len(known.length_B) // len(known.length_P)

@@ -185,6 +185,8 @@ class Stage:
     clip_high: float = 0.28
     dual_clip: float = 0.0  # Above 1: bound on the loss of negative advantages; 0: none.
     mask_truncated: bool = False  # Leave completions that hit the limit out of the loss.
+    # A batch of which a larger share hit the limit is warned of, once a stage; 1: never.
+    warn_truncated: float = 0.9
     updates_per_rollout: int = 1  # Above 1: off-policy updates, held by the clip.
     micro_batches: int = 1  # Pieces an update is computed in; exact for any number.
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
@@ -199,7 +201,7 @@ class Stage:
     def __post_init__(self):
         one_of("stage.algorithm", self.algorithm, ("sft", "grpo", "opd"))
         at_least("stage", self, steps=0, prompts=1, updates_per_rollout=1, micro_batches=1)
-        at_least("stage", self, clip_low=0, clip_high=0)
+        at_least("stage", self, clip_low=0, clip_high=0, warn_truncated=0)
         if not self.domains:
             raise ValueError("stage.domains is empty: name at least one domain and its weight")
         if self.algorithm != "grpo" and self.reward != RewardSettings():

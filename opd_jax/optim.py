@@ -38,6 +38,12 @@ class OptimizerSettings:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)!r}: {wanted}")
 
 
+def budget(s: OptimizerSettings, steps: int) -> int:
+    """The updates that a schedule needs to know of: without a decay none are, and stages of any
+    length share one compiled update."""
+    return steps if s.schedule != "constant" else 0
+
+
 def learning_rate(s: OptimizerSettings, steps: int) -> optax.Schedule:
     """Learning rate by update number, counted in optimizer updates, never in micro-batches."""
     body = max(steps - 1 - s.warmup_steps, 1)  # From the first full rate to the last update.

@@ -23,6 +23,7 @@ from opd_jax.models.config import ModelConfig
 from opd_jax.objectives import opd
 from opd_jax.objectives.grpo import group_advantages
 from opd_jax.optim import OptimizerSettings, make_optimizer
+from opd_jax.repetition import repeated_share
 
 
 @functools.cache
@@ -161,6 +162,13 @@ def everywhere(tree: Any) -> Any:
     Waiting has no time limit there: exchange something (`Context.check`) after the dispatch.
     """
     return jax.device_get(tree if jax.process_count() == 1 else replicate_step(tree))
+
+
+@jax.jit
+def facts_step(rollout: Rollout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lengths, whether rows stopped, and the share of each that repeats itself, all `[B]`."""
+    repeated_B = repeated_share(rollout.tokens_BR, rollout.mask_BR)
+    return rollout.length_B, rollout.stopped_B, repeated_B
 
 
 @jax.jit

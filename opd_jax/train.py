@@ -29,6 +29,7 @@ from opd_jax.infra.checkpoint import Checkpointer
 from opd_jax.infra.preemption import StopSignal
 from opd_jax.infra.writer import Progress, RunWriter
 from opd_jax.models import lora
+from opd_jax.optim import budget
 
 
 class Stopped(Exception):
@@ -93,7 +94,8 @@ class StageRun:
         self.stream = PromptStream(job.problems, job.quotas, ctx.seed)
         self.journal = Journal()
         self.pending: Pending | None = None
-        updates = self.stage.steps * self.stage.updates_per_rollout
+        self.warned = False
+        updates = budget(self.stage.optimizer, self.stage.steps * self.stage.updates_per_rollout)
         self.update_step = steps.make_update_step(
             ctx.config, self.stage.optimizer, updates, loss_settings(self.stage),
             self.stage.micro_batches,
@@ -240,6 +242,7 @@ class StageRun:
                 f"{self.job.directory}. Lower optimizer.learning_rate, or set optimizer.clip_norm"
             )
         metrics = named_metrics(p.metrics, p.batch)
+        self._warn_of_loops(p.step, metrics)
         self.writer.step(
             {
                 "step": p.step,
@@ -259,6 +262,19 @@ class StageRun:
             flops=p.flops_total,
             accuracy=self.journal.history[-1][1],
         )
+
+    def _warn_of_loops(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once a stage: completions that nearly all hit the limit have lost their way to an end."""
+        if self.warned or metrics["truncated"] <= self.stage.warn_truncated:
+            return
+        self.warned = True
+        logging.warning(
+            "stage %s, step %d: %.0f%% of completions hit sampling.max_new_tokens=%d, and %.0f%% "
+            "of their n-grams are repeated. Raise the limit, see whether student and teacher end "
+            "their turns alike (opd.stop_token_classes), or lower optimizer.learning_rate",
+            self.job.name, step, 100 * metrics["truncated"], self.stage.sampling.max_new_tokens,
+            100 * metrics["repeated"],
+        )  # fmt: skip
 
     def give_up_if_asked(self, phase: str) -> None:
         """Raises Stopped if any process was asked to stop; all must call it at the same phase."""

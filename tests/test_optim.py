@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from opd_jax.optim import OptimizerSettings, learning_rate, make_optimizer
+from opd_jax.optim import SCHEDULES, OptimizerSettings, budget, learning_rate, make_optimizer
 
 
 def rates(steps=11, **options):
@@ -29,6 +29,16 @@ def test_schedules_by_hand():
             assert got[warmup] == pytest.approx(1)
             assert got[-1] == pytest.approx(0.2)  # At the last update, not one after it.
             assert (np.diff(got[warmup:]) < 0).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_only_a_decay_needs_to_know_the_budget(schedule):
+    s = OptimizerSettings(schedule=schedule, warmup_steps=3)
+    rate, short = learning_rate(s, 20), learning_rate(s, budget(s, 20))
+    np.testing.assert_array_equal([rate(i) for i in range(20)], [short(i) for i in range(20)])
+    same = budget(s, 20) == budget(s, 40)
+    assert same == (schedule == "constant")
+    assert same == all(learning_rate(s, 40)(i) == rate(i) for i in range(20))
 
 
 def test_warmup_starts_above_zero_and_ends_at_the_full_rate():

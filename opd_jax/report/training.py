@@ -82,8 +82,12 @@ def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
     domains = list(dict.fromkeys(d for s in policies for d in s.teacher_names("length")))
     if not domains:
         return
-    figure, axes = drawing.grid(2 * len(domains), len(domains), 2.5, sharey="row")
-    rows = (("length", "tokens per answer"), ("truncated", "share of answers cut off"))
+    rows = (
+        ("length", "tokens per answer"),
+        ("truncated", "share of answers cut off"),
+        ("repeated", "share of repeated 4-grams"),
+    )
+    figure, axes = drawing.grid(len(rows) * len(domains), len(domains), 2.5, sharey="row")
     for place, panel in enumerate(axes):
         metric, label = rows[place // len(domains)]
         domain = domains[place % len(domains)]
@@ -101,9 +105,10 @@ def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
     drawing.legend_below(figure, axes)
     yield drawing.render(
         figure,
-        "Answer length and truncation: growth without more reward is padding",
-        "Completion tokens, the stop token included, and the share of answers that hit the limit; "
-        "thin: every update, thick: running mean.",
+        "Answer length, truncation, repetition: growth without more reward is padding",
+        "Completion tokens, the stop token included; the share of answers that hit the limit; the "
+        "share of an answer's runs of four tokens that it had said before; thin: every update, "
+        "thick: running mean.",
     )
 
 
