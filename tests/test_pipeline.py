@@ -11,6 +11,7 @@ from configs import smoke
 from opd_jax import config, pipeline, steps, train
 from opd_jax.algorithms import loss_settings
 from opd_jax.models.config import preset
+from opd_jax.optim import budget
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,11 @@ def test_each_update_step_was_compiled_once(experiment, workdir, mesh):
     for name in experiment.plan:
         s = experiment.stages[name]
         step = steps.make_update_step(
-            student, s.optimizer, s.steps * s.updates_per_rollout, loss_settings(s), s.micro_batches
+            student,
+            s.optimizer,
+            budget(s.optimizer, s.steps * s.updates_per_rollout),
+            loss_settings(s),
+            s.micro_batches,
         )
         # Stages with equal settings and shapes share a program, and no stage compiles a second.
         assert step._cache_size() == 1, name
