@@ -102,10 +102,13 @@ def merge(
     teachers: Mapping[str, str],
     prompts: Mapping[str, int] = MERGE_PROMPTS,
     learning_rate: float = 6e-4,
+    steps: int = 0,
+    **changes: Any,
 ) -> ConfigDict:
     """One student from the teacher of each domain: exact reverse KL.
 
-    Many small updates distil more per FLOP than few large ones (experiments/LOG.md).
+    Many small updates distil more per FLOP than few large ones (experiments/LOG.md). `steps` and
+    `changes` are fields of the stage; without `steps` it has those of the size.
     """
     prompts = {domain: prompts[domain] for domain in teachers}
     total = sum(prompts.values())
@@ -115,7 +118,7 @@ def merge(
         domains={domain: count / total for domain, count in prompts.items()},
         teachers=teachers,
         prompts=total,
-        steps=s.merge_steps,
+        steps=steps or s.merge_steps,
         sampling={"samples": 2, "max_new_tokens": NEW_TOKENS},
         # Every completion counts alike: with token-mean the domain with longer answers would rule.
         aggregation="seq-mean-token-mean",
@@ -126,6 +129,7 @@ def merge(
             "b2": 0.98,
         },
         stop={"select": "last"},
+        **changes,
     )
 
 
@@ -136,6 +140,7 @@ def comparison(
     base_target: float,
     base_domains: Sequence[str] = (),
     s: Size = SIZES["full"],
+    vectors: float = 0.0,
     **merging: Any,
 ) -> ConfigDict:
     """base -> one expert per domain -> merge, beside joint.
@@ -146,6 +151,8 @@ def comparison(
       base_target: see `pretrain`.
       base_domains: what the base model is trained on; by default the same domains.
       s: how much of everything.
+      vectors: share of what each expert learnt that the merged student starts with, see
+        config.Stage.task_vectors; 0: it starts from the base.
       **merging: other arguments of `merge`.
     """
     experts = {f"expert_{domain}": grpo(s, (domain,)) for domain in domains}
@@ -153,7 +160,12 @@ def comparison(
     stages = {
         "base": pretrain(s, base_domains, target=base_target),
         **experts,
-        "merge": merge(s, {domain: f"stage:expert_{domain}" for domain in domains}, **merging),
+        "merge": merge(
+            s,
+            {domain: f"stage:expert_{domain}" for domain in domains},
+            task_vectors=dict.fromkeys(experts, vectors) if vectors else {},
+            **merging,
+        ),
         "joint": grpo(s, domains),
     }
     routes = {"divide_and_merge": (*experts, "merge"), "joint": ("joint",)}

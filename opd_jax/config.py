@@ -172,6 +172,9 @@ class Stage:
     # Domain -> how its teacher's prompts are laid out (see teacher_prompts.py). Domains left out:
     # by an hf: teacher's own template, or by the student's where it has none.
     teacher_chat: dict[str, ChatSettings] = dataclasses.field(default_factory=dict)
+    # Task vectors (arXiv 2212.04089): an earlier stage, NAME or NAME@STEP -> the share w of what it
+    # learnt that the stage starts with: w * (its weights - init's) is added to the initial weights.
+    task_vectors: dict[str, float] = dataclasses.field(default_factory=dict)
     model: str = "student"  # A key of `models`.
     # Budget: updates at most (rollouts, with several updates each). 0: nothing is trained, only
     # measured; such a stage makes weights from outside the report's baseline.

@@ -108,6 +108,14 @@ def _check_sources(x: Experiment, name: str) -> None:
             "they are; start from a trained model, or set lora.rank=0"
         )
     sources = {f"{field}.init": init}
+    if s.task_vectors and (init.kind == "scratch" or s.lora.rank):
+        raise ValueError(
+            f"{field}.task_vectors={s.task_vectors} with init={s.init!r}, lora.rank={s.lora.rank}: "
+            "vectors are added to whole trained weights; name the stage that the vectors' stages "
+            "began from as init, and set lora.rank=0"
+        )
+    for name in s.task_vectors:
+        sources[f"{field}.task_vectors.{name}"] = parse(f"stage:{name}", f"{field}.task_vectors")
     if s.algorithm == "grpo" and s.teachers:
         raise ValueError(
             f"{field}.teachers={s.teachers}: GRPO learns from verifiers and has no teacher; leave "
@@ -135,11 +143,13 @@ def _check_sources(x: Experiment, name: str) -> None:
         if source.kind == "stage":
             one_of(f"{where} (an earlier stage)", source.name, earlier)
             _check_kept(x, where, source)
-    if init.kind == "stage" and not _same_shape(x, s.model, x.stages[init.name].model):
-        raise ValueError(
-            f"{field}.model={s.model!r}: {field}.init={s.init!r} has the weights of model "
-            f"{x.stages[init.name].model!r}, which is another; name that one"
-        )
+    for where in (f"{field}.init", *(f"{field}.task_vectors.{name}" for name in s.task_vectors)):
+        source = sources[where]
+        if source.kind == "stage" and not _same_shape(x, s.model, x.stages[source.name].model):
+            raise ValueError(
+                f"{field}.model={s.model!r}: {where}={source.name!r} has the weights of model "
+                f"{x.stages[source.name].model!r}, which is another; name that one"
+            )
 
 
 def _check_teacher_chat(s: Stage, field: str) -> None:

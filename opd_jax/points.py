@@ -129,7 +129,8 @@ def stage_folders(x: Experiment) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in x.plan:
         stage = x.stages[name]
-        sources = [parse(spec, name) for spec in (stage.init, *stage.teachers.values())]
+        vectors = (f"stage:{other}" for other in stage.task_vectors)
+        sources = [parse(spec, name) for spec in (stage.init, *vectors, *stage.teachers.values())]
         identity = [
             common,
             plain["stages"][name],

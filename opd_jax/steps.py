@@ -40,6 +40,12 @@ def make_delta(config: ModelConfig, mesh: jax.sharding.Mesh) -> Callable[[jax.Ar
     return jax.jit(lambda key: lora.split(transformer.init(config, key))[1], out_shardings=layout)
 
 
+@jax.jit
+def add_vector_step(params: Params, initial: Params, other: Params, weight: float) -> Params:
+    """Weights with a task vector added: a share of the way from `initial` to `other`."""
+    return jax.tree.map(lambda p, i, o: p + weight * (o - i), params, initial, other)
+
+
 @functools.cache
 def make_merge(config: ModelConfig) -> Callable[[Params], Params]:
     """A model with LoRA deltas -> the fp32 model that they amount to."""

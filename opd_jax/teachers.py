@@ -104,7 +104,11 @@ class Weights:
         source = parse(stage.init, f"stages.{stage_name}.init")
         if source.kind == "scratch":
             return steps.make_init(config, self._mesh)(key), None
-        return self._load(source, config), None
+        params = initial = self._load(source, config)
+        for name, weight in stage.task_vectors.items():
+            other = self._load(parse(f"stage:{name}", f"stages.{stage_name}.task_vectors"), config)
+            params = steps.add_vector_step(params, initial, other, weight)
+        return params, None
 
     def teachers(self, stage_name: str) -> dict[str, Teacher]:
         """The teachers of a stage by domain; equal specs share one copy of the weights."""

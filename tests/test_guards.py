@@ -13,7 +13,7 @@ import tokenizers as hf_tokenizers
 from configs import smoke
 from opd_jax import config, guards, steps
 from opd_jax.algorithms import Context, Teacher
-from opd_jax.config import EvaluationSettings, Stage
+from opd_jax.config import EvaluationSettings, LoraSettings, Stage
 from opd_jax.data import tokenizer
 from opd_jax.infra import checkpoint
 from opd_jax.models import hf_config
@@ -58,6 +58,21 @@ def test_an_empty_plan_and_unknown_or_repeated_stages_are_refused():
     plan = ("base", "expert_a", "exprt_p")
     refuses(dataclasses.replace(SMOKE, plan=plan), "plan[2]='exprt_p'", "did you mean 'expert_p'?")
     refuses(dataclasses.replace(SMOKE, plan=(*SMOKE.plan, "base")), "plan=", "'base'", "twice")
+
+
+@pytest.mark.parametrize(
+    ("changes", "needles"),
+    [
+        ({"task_vectors": {"exprt_a": 0.5}},
+         ("stages.merge.task_vectors.exprt_a (an earlier stage)", "did you mean 'expert_a'?")),
+        ({"task_vectors": {"merge": 0.5}}, ("stages.merge.task_vectors.merge", "'merge'")),
+        ({"task_vectors": {"expert_a@999": 0.5}}, ("task_vectors.expert_a@999 wants step 999",)),
+        ({"task_vectors": {"expert_a": 0.5}, "init": "scratch"}, ("init='scratch'", "as init")),
+        ({"task_vectors": {"expert_a": 0.5}, "lora": LoraSettings(rank=2)}, ("set lora.rank=0",)),
+    ],
+)  # fmt: skip
+def test_task_vectors_are_of_earlier_stages_and_whole_weights(changes, needles):
+    refuses(with_stage(**changes), *needles)
 
 
 def test_routes_and_baseline_name_stages_of_the_plan():

@@ -5,11 +5,14 @@ import json
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
 from configs import smoke
-from opd_jax import config, pipeline, steps, train
+from opd_jax import config, pipeline, steps, teachers, train
 from opd_jax.algorithms import loss_settings
+from opd_jax.core import tree
+from opd_jax.infra import checkpoint
 from opd_jax.models.config import preset
 from opd_jax.optim import budget
 
@@ -94,6 +97,28 @@ def test_each_update_step_was_compiled_once(experiment, workdir, mesh):
         )
         # Stages with equal settings and shapes share a program, and no stage compiles a second.
         assert step._cache_size() == 1, name
+
+
+def test_a_student_starts_with_what_experts_learnt(experiment, workdir, mesh):
+    def saved(stage):
+        selected = json.loads((workdir / stage / "result.json").read_text())["selected_step"]
+        return checkpoint.load_params(workdir / stage / "checkpoints", selected).state
+
+    def initial(vectors):
+        stage = dataclasses.replace(experiment.stages["merge"], task_vectors=vectors)
+        x = dataclasses.replace(experiment, stages=experiment.stages | {"merge": stage})
+        models = {"student": preset("nano", 320), "wide": preset("nano_wide", 320)}
+        return jax.device_get(teachers.Weights(x, workdir, mesh, models).initial("merge")[0])
+
+    base, a = saved("base"), saved("expert_a")
+    plain, moved = initial({}), initial({"expert_a": 0.25, "expert_p@3": 0.5})
+    p = checkpoint.load_params(workdir / "expert_p" / "checkpoints", 3).state
+    want = jax.tree.map(lambda b, x, y: b + 0.25 * (x - b) + 0.5 * (y - b), base, a, p)
+    tree.check_same(plain, base, "plain", values=True)
+    for got, expected in zip(jax.tree.leaves(moved), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-7)
+    apart = jax.tree.map(lambda x, y: np.abs(x - y).max(), moved, plain)
+    assert max(jax.tree.leaves(apart)) > 1e-4  # Control: the experts have learnt something.
 
 
 def test_a_second_start_skips_everything(experiment, workdir, monkeypatch):

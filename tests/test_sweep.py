@@ -166,6 +166,26 @@ def test_the_order_of_domains_tells_stages_apart():
     assert [name for name in a if a[name] != b[name]] == ["joint"]
 
 
+def test_a_task_vector_is_where_a_stage_starts_from():
+    x = points.experiment(Point("x", "configs/quickstart.py", {}, 0))
+    other = points.experiment(
+        Point("x", "configs/quickstart.py", {"stages.expert_countdown.steps": 7}, 0)
+    )
+    teachers = {"arithmetic": "stage:expert_arithmetic", "countdown": "self"}
+    # Reached through the vectors alone, or through teachers.
+    for changes in ({"teachers": teachers}, {"task_vectors": {}}):
+        a, b = (
+            points.stage_folders(
+                dataclasses.replace(
+                    e,
+                    stages=e.stages | {"merge": dataclasses.replace(e.stages["merge"], **changes)},
+                )
+            )
+            for e in (x, other)
+        )
+        assert [name for name in a if a[name] != b[name]] == ["expert_countdown", "merge"]
+
+
 def test_experts_of_the_first_domains_are_shared_between_domain_counts():
     two, four = (folders({}, file=f"configs/sweeps/domain_counts.py:{n},smoke") for n in (2, 4))
     same = {name for name in two if two[name] == four[name]}

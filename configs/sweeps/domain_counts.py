@@ -3,7 +3,8 @@
     python -m opd_jax.sweep --sweep=configs/sweeps/domain_counts.py --workdir=runs/domain_counts
 
 All points start from one base model of all four domains, and the experts of the first domains are
-the same runs in every point. A point is also a config of its own, e.g.
+the same runs in every point. The merged student starts from the base, so that all it knows came by
+distillation. A point is also a config of its own, e.g.
 `python -m opd_jax.main --config=configs/sweeps/domain_counts.py:2`.
 """
 
@@ -32,7 +33,7 @@ def get_config(argument: str = "4,full") -> ConfigDict:
         base_domains=domains,
         base_target=four_domains.BASE_TARGET,
         s=recipe.size(size or "full"),
-        **four_domains.MERGING,
+        **four_domains.BATCH,
     )
 
 
