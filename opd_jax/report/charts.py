@@ -62,8 +62,13 @@ def _route_line(
     unit: float,
     colour: str,
     label: str,
+    floor: float,
 ) -> None:
-    """A route's curve with its interval; what earlier stages cost is a dashed line up to it."""
+    """A route's curve with its interval; what earlier stages cost is a dashed line up to it.
+
+    The line lies at `floor`: where routes begin, and not where a student begins that starts with
+    what its experts learnt.
+    """
     flops_T = np.array([point["flops"] for point in route["curve"]]) / unit
     picked = [pick(point) for point in route["curve"]]
     mean_T = np.array([entry["mean"] for entry in picked])
@@ -72,13 +77,16 @@ def _route_line(
     axes.plot(flops_T, mean_T, color=colour, marker="o", markersize=3.5, label=label)
     if route["flops_before_last"]:
         axes.plot(
-            [0, flops_T[0]], [mean_T[0]] * 2, color=colour, linestyle=(0, (4, 2)), linewidth=1.5
-        )
+            [0, flops_T[0], flops_T[0]], [floor, floor, mean_T[0]],
+            color=colour, linestyle=(0, (4, 2)), linewidth=1.5,
+        )  # fmt: skip
 
 
-def _expert_marks(axes: Axes, results: Mapping[str, Any], route: Mapping[str, Any], unit: float):
+def _expert_marks(
+    axes: Axes, results: Mapping[str, Any], route: Mapping[str, Any], unit: float, height: float
+) -> None:
     """A tick on the dashed line where each earlier stage of the route is paid for."""
-    spent, height = 0.0, route["curve"][0]["mean"]
+    spent = 0.0
     for name in route["stages"][:-1]:
         middle = spent + results["stages"][name]["flops_total"] / 2
         spent += results["stages"][name]["flops_total"]
@@ -97,10 +105,11 @@ def _accuracy_against_flops(
         return
     unit, unit_name = _routes_unit(results)
     figure, (axes,) = drawing.grid(1, 1, 4.6)
+    floor = min(route["curve"][0]["mean"] for route in drawn.values())
     for name, route in drawn.items():
         colour = colours[route["stages"][-1]]
-        _route_line(axes, route, lambda point: point, unit, colour, name)
-        _expert_marks(axes, results, route, unit)
+        _route_line(axes, route, lambda point: point, unit, colour, name, floor)
+        _expert_marks(axes, results, route, unit, floor)
     _frame(axes)
     _mark_target(axes, results, colours, unit)
     axes.set_xlabel(f"cumulative training compute ({unit_name})")
@@ -139,13 +148,19 @@ def _mark_target(
         f"target {target:.1%}", (0, target), (4, 4), textcoords="offset points", fontsize=8.5
     )
     bottom = axes.get_ylim()[0]
+    cheapest = min(
+        (spent for spent in comparison["flops"].values() if spent is not None), default=0
+    )
     for name, spent in comparison["flops"].items():
         if spent is not None:
+            # Each on its own side of the pair of lines, which may stand close together.
+            side = {"ha": "right"} if spent == cheapest else {"ha": "left"}
+            offset = (-5, 6) if spent == cheapest else (5, 6)
             colour = colours[results["routes"][name]["stages"][-1]]
             axes.plot([spent / unit] * 2, [bottom, target], color=colour, linewidth=1, alpha=0.7)
             axes.plot(spent / unit, target, marker="D", color=colour, markersize=7, zorder=5)
             axes.annotate(
-                tabular.flops(spent), (spent / unit, bottom), (5, 6),
+                tabular.flops(spent), (spent / unit, bottom), offset, **side,
                 textcoords="offset points", color=colour, fontsize=9, fontweight="bold",
             )  # fmt: skip
     axes.set_ylim(bottom=bottom)
@@ -161,11 +176,11 @@ def _domains_against_flops(
     unit, unit_name = _routes_unit(results)
     figure, panels = drawing.grid(len(domains), min(len(domains), 2), 3.3)
     for axes, domain in zip(panels, domains, strict=True):
-        for name, route in drawn.items():
-            if domain not in route["domains"]:
-                continue
+        shown = {name: route for name, route in drawn.items() if domain in route["domains"]}
+        floor = min(route["curve"][0]["domains"][domain]["mean"] for route in shown.values())
+        for name, route in shown.items():
             colour = colours[route["stages"][-1]]
-            _route_line(axes, route, lambda p, d=domain: p["domains"][d], unit, colour, name)
+            _route_line(axes, route, lambda p, d=domain: p["domains"][d], unit, colour, name, floor)
             _expert_level(axes, results, route, domain, colours)
         axes.set_title(domain)
         _frame(axes)

@@ -17,12 +17,12 @@ from opd_jax.report.tabular import Table
 QUANTITIES = {
     "accuracy": tabular.percent,
     "flops": tabular.flops,
+    "saving": lambda value: tabular.percent(value, signed=True),
+    "recovery": tabular.percent,
+    "distill_share": tabular.percent,
     "length": tabular.number,
     "overlap_start": tabular.percent,
     "overlap_end": tabular.percent,
-    "recovery": tabular.percent,
-    "distill_share": tabular.percent,
-    "saving": lambda value: tabular.percent(value, signed=True),
 }
 DEFINITIONS = {
     "interval": "Mean over seeds with its 95% interval by Student's t; one seed has no interval.",

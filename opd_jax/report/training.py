@@ -28,7 +28,7 @@ OPD_PANELS = (
     ("overlap ratio: should rise", "share of top-k", (("overlap_ratio", STUDENT),)),
     ("overlap-token advantage: toward 0", "nats", (("overlap_advantage", STUDENT),)),
     (
-        "mass on the overlap: near 100%",
+        "overlap mass: near 100%",
         "probability",
         (("overlap_mass_student", STUDENT), ("overlap_mass_teacher", TEACHER)),
     ),
@@ -95,9 +95,10 @@ def _lengths(policies: Sequence[StageRecords], colours: Mapping[str, str]) -> It
             series = stage.series(f"{metric}/{domain}")
             _line(panel, *series, color=colours[stage.name], label=stage.name)
         _updates_axis(panel, policies)
+        if place // len(domains) < len(rows) - 1:
+            panel.set_xlabel("")
         if metric == "length":
             panel.set_title(domain)
-            panel.set_xlabel("")
         else:
             drawing.percent_axis(panel.yaxis)
         if place % len(domains) == 0:
