@@ -27,6 +27,7 @@ def experiment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def workdir(experiment, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("smoke")
+    steps.make_update_step.cache_clear()  # What other tests compiled with the same settings.
     pipeline.run(experiment, workdir, devices=jax.devices()[:1])
     return workdir
 

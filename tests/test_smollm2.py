@@ -102,7 +102,7 @@ def test_the_real_pipeline_leaves_its_records(workdir):
         [json.loads(line)["metrics"] for line in (workdir / name / "metrics.jsonl").open()]
         for name in ("expert", "merge")
     )
-    assert max(step["reward"] for step in grpo) > 0
+    assert min(step["reward"] for step in grpo) < 0  # Some ran into the limit.
     assert max(step["grad_norm"] for step in grpo) > 0
     assert all(0 < step["loss"] < 1 and 0.5 < step["overlap_ratio/gsm8k"] < 1 for step in opd)
 
