@@ -1,7 +1,10 @@
 """Small HLO texts with answers worked by hand; no compiler for TPUs is needed."""
 
+import jax
 import pytest
 
+from opd_jax import rollout
+from tests import tiny
 from tools import hlo, hlo_cost
 
 # A scan of 5 products [8,16]x[16,32] in bf16, in the style of a TPU's compiler: the weight of each
@@ -108,6 +111,18 @@ def test_without_the_compilers_word_the_condition_bounds_the_loop():
     """As in the sampler, whose loop may end early: here the constant is 7."""
     module = hlo.parse(SCAN.replace("known_trip_count", "nothing"))
     assert hlo.trip_count(module, module.computations["main"]["loop"]) == 7
+
+
+def test_the_samplers_loops_say_how_long_they_are_if_no_row_stops(mesh, monkeypatch):
+    monkeypatch.setattr("opd_jax.rollout.LONG", 10)
+    monkeypatch.setattr("opd_jax.rollout.FEWEST", 2)
+    args = tiny.params(mesh, tiny.CONFIG), tiny.prompts(mesh), jax.random.key(0)
+    draw = jax.jit(lambda p, *rest: rollout.sample(p, tiny.CONFIG, *rest, rollout.Sampling(4, 10)))
+    module = hlo.parse(draw.lower(*args).compile().as_text())
+    loops = [e.instruction for e in hlo_cost.executed(module) if e.instruction.opcode == "while"]
+    decode = [loop for loop in loops if "_rows_" in loop.op_name.split("/")[-2]]
+    # Three sizes of the cache, nine columns in all; then smaller batches, for rows that go on.
+    assert [hlo.trip_count(module, loop) for loop in decode] == [3, 2, 4, 0, 0, 0]
 
 
 def test_a_loop_of_unknown_length_is_reported():

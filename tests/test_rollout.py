@@ -14,7 +14,7 @@ from opd_jax.data.problem import Problem
 from opd_jax.data.prompts import encode_prompts
 from opd_jax.models import transformer
 from opd_jax.models.config import ModelConfig
-from opd_jax.rollout import Sampling, cache_sizes, row_keys, sample
+from opd_jax.rollout import Sampling, phases, row_keys, sample
 from tests import tiny
 
 C = tiny.CONFIG.replace(num_layers=1)
@@ -569,21 +569,85 @@ def test_s03_a_batch_of_one_is_like_any_other(mesh):
     assert (three.tokens_BR[0] != three.tokens_BR[2]).any()
 
 
-def test_a_cache_that_grows_changes_nothing(mesh, monkeypatch):
-    params, prompt = tiny.params(mesh, C), prompts(mesh)
-    ten = Sampling(samples=2, max_new_tokens=10)
+def test_the_sizes_of_long_rollouts():
+    assert phases(rows=64, samples=8, prompt_tokens=16, new_tokens=1) == []
+    assert phases(64, 8, 16, 511) == [(64, 510)]
+    growing = [(64, 128), (64, 256), (64, 511)]
+    assert phases(64, 8, 16, 512) == [*growing, (32, 511), (16, 511), (8, 511)]
+    # 8 rows are the fewest.
+    assert phases(20, 4, 16, 512)[3:] == [(10, 511)]
+    # Half the rows would read 32 * (511 + 600) columns, not 64 * (511 + 600 / 8).
+    assert 32 * (511 + 600) < 64 * (511 + 600 / 8)
+    assert phases(64, 8, 600, 512)[3][0] == 32
+    # With prompts of 900 tokens a quarter is the first that pays.
+    assert phases(64, 8, 900, 512)[3:] == [(16, 511), (8, 511)]
 
-    def draw_all(long):
-        monkeypatch.setattr("opd_jax.rollout.LONG", long)
-        fresh = jit(lambda params, prompt, key: sample(params, C, prompt, key, ten))
-        return jax.device_get(fresh(params, prompt, jax.random.key(0)))
 
-    (whole, steps), (grown, same_steps) = draw_all(11), draw_all(10)
-    assert cache_sizes(10) == [3, 5, 9]
-    assert cache_sizes(1) == []
-    assert steps == same_steps
-    np.testing.assert_array_equal(grown.tokens_BR, whole.tokens_BR)
-    np.testing.assert_allclose(grown.logp_BR, whole.logp_BR, atol=1e-5)
+@functools.cache
+def sampler_by(long, samples):
+    """A sampler of up to ten tokens, in batches of any size, where `long` tokens are many."""
+    ten = Sampling(samples, max_new_tokens=10)
+
+    def draw(params, prompt, key):
+        with pytest.MonkeyPatch.context() as patch:  # Read while tracing.
+            patch.setattr("opd_jax.rollout.LONG", long)
+            patch.setattr("opd_jax.rollout.FEWEST", 1)
+            return sample(params, C, prompt, key, ten)
+
+    return jit(draw)
+
+
+def draw_by(prompt, params, key, long, samples):
+    return jax.device_get(sampler_by(long, samples)(params, prompt, jax.random.key(key)))
+
+
+@pytest.mark.parametrize("samples", [2, 1])
+@pytest.mark.parametrize("stop", [(), (3, 4, 5), (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_a_cache_that_grows_and_a_batch_that_shrinks_change_nothing(mesh, samples, stop):
+    params, prompt = tiny.params(mesh, C), prompts(mesh, stop=stop)
+    for key in range(3):
+        args = prompt, params, key
+        whole, steps = draw_by(*args, 11, samples)
+        parts, same_steps = draw_by(*args, 10, samples)
+        assert steps == same_steps
+        same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+        same((parts.tokens_BR, parts.mask_BR, parts.stopped_B, parts.length_B),
+             (whole.tokens_BR, whole.mask_BR, whole.stopped_B, whole.length_B))  # fmt: skip
+        np.testing.assert_allclose(parts.logp_BR, whole.logp_BR, atol=1e-5)
+
+
+def test_rows_that_go_on_keep_what_is_theirs_on_eight_devices(mesh, mesh_2x2x2):
+    """Each device's share shrinks by itself; the last size is a row of eight."""
+    lengths, stop = (6, 3, 4, 1, 2, 5, 3, 6), [3, 4, 5, 6, 7]
+    drawn = {}
+    for name, where in (("one", mesh), ("eight", mesh_2x2x2)):
+        with jax.set_mesh(where):
+            args = tiny.prompts(where, lengths=lengths, stop=stop), tiny.params(where, C), 5
+            drawn[name], _ = draw_by(*args, 10, 4)
+            if name == "one":
+                drawn["whole"], _ = draw_by(*args, 11, 4)
+    length_B = drawn["whole"].length_B
+    assert length_B.min() < 3 < length_B.max()  # The halves are reached at different steps.
+    for name in ("one", "eight"):
+        np.testing.assert_array_equal(drawn[name].tokens_BR, drawn["whole"].tokens_BR)
+        np.testing.assert_array_equal(drawn[name].mask_BR, drawn["whole"].mask_BR)
+
+
+def test_loops_run_fewer_rows_and_see_each_rows_own_prompt(mesh, monkeypatch):
+    sizes, decode = [], transformer.decode
+
+    def spy(top, layers, config, token_B, t, length_B, cache, prefix):
+        sizes.append((token_B.shape[0], cache[0].v.shape[2], prefix.mask_PL.shape[0]))
+        return decode(top, layers, config, token_B, t, length_B, cache, prefix)
+
+    monkeypatch.setattr(transformer, "decode", spy)
+    monkeypatch.setattr("opd_jax.rollout.LONG", 10)
+    monkeypatch.setattr("opd_jax.rollout.FEWEST", 2)
+    args = tiny.params(mesh, C), prompts(mesh), jax.random.key(0)
+    jax.eval_shape(lambda p, *rest: sample(p, C, *rest, Sampling(4, 10)), *args)
+    # Rows, columns, prompts: four for 16 rows, then one each.
+    want = [(16, 3, 4), (16, 5, 4), (16, 9, 4), (8, 9, 8), (4, 9, 4), (2, 9, 2)]
+    assert list(dict.fromkeys(sizes)) == want
 
 
 def test_samples_share_the_prefill_of_their_prompt(mesh):

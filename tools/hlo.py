@@ -155,12 +155,16 @@ def integers(text: str) -> tuple[int, ...]:
 def trip_count(module: Module, loop: Instruction) -> int | None:
     """How often a loop's body runs, at most; None if its text does not say.
 
-    Known to the compiler where it is a scan; else the constant that the condition compares a
-    counter from 0 with, which for a loop that may end early is a bound.
+    Known to the compiler where it is a scan; else said in the loop's name as `trips_N`, as in the
+    sampler, whose loops go on where the last one ended; else the constant that the condition
+    compares a counter from 0 with, which for a loop that may end early is a bound.
     """
     known = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
+    said = re.search(r"trips_(\d+)/while$", loop.op_name)
+    if said:
+        return int(said[1])
     condition = module.computations[loop.called["condition"]]
     for compare in _all(module, condition, "compare"):
         if "direction=LT" not in compare[1].attributes:

@@ -72,7 +72,8 @@ def executed(module: Module) -> Iterator[Executed]:
         for i in module.computations[name].values():
             yield Executed(i, name, times)
             if i.opcode == "while":
-                trips = trip_count(module, i) or 1
+                trips = trip_count(module, i)
+                trips = 1 if trips is None else trips
                 yield from walk(i.called["body"], times * trips)
                 yield from walk(i.called["condition"], times * trips)
             elif i.opcode == "call":
