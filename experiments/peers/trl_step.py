@@ -3,8 +3,8 @@
 In an environment of its own: pip install torch trl.
 """
 
+import itertools
 import json
-import pathlib
 import resource
 import sys
 import tempfile
@@ -56,14 +56,14 @@ def trainer(work: dict, algorithm: str, folder: str, steps: int) -> transformers
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, work["model"]["vocab_size"], (P, L), generator=draw).tolist()
     prompts = [" ".join(f"w{i}" for i in row) for row in tokens]
-    common = dict(
-        output_dir=folder, max_steps=steps, use_cpu=True, bf16=False, fp16=False,
-        gradient_checkpointing=False, learning_rate=1e-5, lr_scheduler_type="constant",
-        report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        max_completion_length=R, temperature=1.0, generation_kwargs={"min_new_tokens": R},
-        per_device_train_batch_size=P * n // work["pieces"],
-        gradient_accumulation_steps=work["pieces"],
-    )  # fmt: skip
+    common = {
+        "output_dir": folder, "max_steps": steps, "use_cpu": True, "bf16": False, "fp16": False,
+        "gradient_checkpointing": False, "learning_rate": 1e-5, "lr_scheduler_type": "constant",
+        "report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
+        "max_completion_length": R, "temperature": 1.0, "generation_kwargs": {"min_new_tokens": R},
+        "per_device_train_batch_size": P * n // work["pieces"],
+        "gradient_accumulation_steps": work["pieces"],
+    }  # fmt: skip
     clock = Clock()
     if algorithm == "grpo":
         config = trl.GRPOConfig(num_generations=n, beta=0.0, **common)
@@ -73,12 +73,13 @@ def trainer(work: dict, algorithm: str, folder: str, steps: int) -> transformers
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         )  # fmt: skip
     else:
-        # It draws one completion per row: every prompt stands there n times.
+        # It draws one completion per row, so every prompt stands there n times.
+        rows = [prompt for prompt in prompts for _ in range(n)]
         config = trl.DistillationConfig(beta=1.0, **common)  # Reverse KL.
         made = trl.DistillationTrainer(
             model=model(work), teacher_model=model(work), args=config,
             processing_class=tokenizer(work), callbacks=[clock],
-            train_dataset=datasets.Dataset.from_dict({"prompt": [p for p in prompts for _ in range(n)]}),
+            train_dataset=datasets.Dataset.from_dict({"prompt": rows}),
         )  # fmt: skip
     made.clock = clock
     return made
@@ -88,12 +89,12 @@ def main() -> None:
     """Arguments: work as JSON, grpo or opd, number of steps. Prints JSON."""
     work, algorithm, steps = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     with tempfile.TemporaryDirectory() as folder:
-        made = trainer(work, algorithm, str(pathlib.Path(folder)), steps)
+        made = trainer(work, algorithm, folder, steps)
         made.train()
     ends = made.clock.ends
     found = {
         "library": f"TRL {trl.__version__}",
-        "step_s": [b - a for a, b in zip(ends, ends[1:], strict=False)],
+        "step_s": [b - a for a, b in itertools.pairwise(ends)],
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     print(json.dumps(found))
