@@ -1,4 +1,4 @@
-"""Seconds of Tunix's GRPO step on a given work; run by compare.py. It has no on-policy distillation.
+"""Seconds of Tunix's GRPO step on a given work; run by compare.py. It has no OPD.
 
 In an environment of its own, with Python 3.12: pip install google-tunix.
 """
@@ -87,7 +87,7 @@ def run(work: dict, steps: int, clock: Clock) -> None:
         actor=actor,
         tokenizer=Tokenizer(c["vocab_size"]),
         cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh={role: mesh for role in (rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT)},
+            role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT), mesh),
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.adamw(1e-5),
                 eval_every_n_steps=10**6,
