@@ -62,9 +62,11 @@ def draw(
         return inside_B, jnp.take_along_axis(z_BW, inside_B[:, None], axis=-1)[:, 0]
 
     rows, whole = sharding.spec("batch"), sharding.spec("batch", None)
+    # From jax 0.11 on, the noise of a batch of one row comes without a layout.
+    noise_BW = jax.sharding.reshard(noise_BM[:, N:], whole)
     inside_B, chosen_B = jax.shard_map(
         draw_within, in_specs=(blocks, rows, whole), out_specs=(rows, rows)
-    )(z_BNW, block_B, noise_BM[:, N:])
+    )(z_BNW, block_B, noise_BW)
     return block_B * W + inside_B, chosen_B - jax.nn.logsumexp(mass_BN, axis=-1)
 
 
