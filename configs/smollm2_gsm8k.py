@@ -38,8 +38,8 @@ def get_config(assets: str = ASSETS) -> ConfigDict:
         "optimizer": {"learning_rate": 1e-5},
         "stop": {"select": "last"},
     }
-    # The model is right once in some fifty times, too rarely for two updates; but most solutions
-    # run into the limit, and those that end in time earn more.
+    # The model is seldom right: all of two updates' completions may be wrong. But some run into the
+    # limit, and those that end in time earn more.
     reward = {"overlong_buffer": COMPLETION_TOKENS // 2}
     domain = {"gsm8k": 1.0}
     return base.experiment(

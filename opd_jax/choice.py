@@ -62,7 +62,7 @@ def draw(
         return inside_B, jnp.take_along_axis(z_BW, inside_B[:, None], axis=-1)[:, 0]
 
     rows, whole = sharding.spec("batch"), sharding.spec("batch", None)
-    # From jax 0.11 on, the noise of a batch of one row comes without a layout.
+    # On jax 0.12 the noise of a batch of one row comes without a layout.
     noise_BW = jax.sharding.reshard(noise_BM[:, N:], whole)
     inside_B, chosen_B = jax.shard_map(
         draw_within, in_specs=(blocks, rows, whole), out_specs=(rows, rows)

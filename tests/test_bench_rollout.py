@@ -12,7 +12,7 @@ from tools import bench, bench_rollout
 
 MODEL = tiny.CONFIG.replace(num_layers=1)
 WORK = bench.Workload(MODEL, prompts=4, samples=4, prompt_tokens=5, new_tokens=10)
-TAIL = bench_rollout.Case(WORK, stops=8, static=True)
+TAIL = bench_rollout.Case(WORK, stops=8)
 ONE = bench_rollout.Case(dataclasses.replace(WORK, prompts=1), repeated=True)
 
 

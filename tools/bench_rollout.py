@@ -32,19 +32,16 @@ from tools import bench
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Prompts and samples of a model, and how the slower way draws them."""
+    """Prompts and samples of a model. The slower way keeps stopped rows in the batch."""
 
     work: bench.Workload
     stops: int = 0  # Tokens that end a completion; random weights draw each as often as another.
-    static: bool = False  # Whether the slower way keeps rows that have stopped in the batch.
-    repeated: bool = False  # Whether it prefills a prompt for each of its samples.
+    repeated: bool = False  # Whether the slower way prefills a prompt for each of its samples.
 
 
 CASES = {
     # Four tokens of 512 stop: after 128 in the mean, a quarter of the limit.
-    "long_tail": Case(
-        dataclasses.replace(bench.WORKLOADS["peer_tiny"], new_tokens=512), stops=4, static=True
-    ),
+    "long_tail": Case(dataclasses.replace(bench.WORKLOADS["peer_tiny"], new_tokens=512), stops=4),
     "shared_prompt": Case(
         dataclasses.replace(
             bench.WORKLOADS["smollm2_135m"], prompts=1, samples=8, prompt_tokens=256, new_tokens=64
@@ -57,8 +54,10 @@ CASES = {
 def batch(case: Case) -> tuple[PromptBatch, PromptBatch]:
     """The prompts, and the same for the slower way."""
     work = case.work
-    stop_PS = np.tile(np.arange(max(case.stops, 1), dtype=np.int32), (work.prompts, 1))
-    prompts = bench.prompts(work).replace(stop_PS=stop_PS if case.stops else stop_PS * 0 - 1)
+    prompts = bench.prompts(work)  # Which no token ends.
+    if case.stops:
+        stop_S = np.arange(case.stops, dtype=np.int32)
+        prompts = prompts.replace(stop_PS=np.tile(stop_S, (work.prompts, 1)))
     if not case.repeated:
         return prompts, prompts
     return prompts, jax.tree.map(lambda x: np.repeat(x, work.samples, axis=0), prompts)
